@@ -53,7 +53,6 @@ def config_of(arguments: argparse.Namespace, median_seconds: float, staleness: i
                 "optimizer": {"learning_rate": 1e-4},
                 "microbatch_tokens": arguments.microbatch_tokens,
                 "num_iterations": arguments.num_iterations,
-                "sampling_share": arguments.sampling_share,
             }
         },
         "trainers": {"loop": {"_type": "grpo_trainer", "max_staleness": staleness, "show_episodes_every": 0}},
@@ -128,7 +127,6 @@ def main() -> int:
     parser.add_argument("--preset", default="qwen3-1m", help="shape of the model (default %(default)s)")
     parser.add_argument("--microbatch-tokens", type=int, default=1024, help="(default %(default)s)")
     parser.add_argument("--num-iterations", type=int, default=5, help="passes of a job (default %(default)s)")
-    parser.add_argument("--sampling-share", type=float, default=0.75, help="(default %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file of the results")
     arguments = parser.parse_args()
     os.environ |= {"JAX_ENABLE_COMPILATION_CACHE": "1"}

@@ -31,6 +31,17 @@ def forget_programs():
         gc.collect()
 
 
+@pytest.fixture(scope="module")
+def foreign_trajectories():
+    """Let adapters train collections that no policy sampled, or an earlier one."""
+    from jaxft.shipped import job_outcome
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_outcome, "MAX_STALE_FRACTION", 1.0)
+        patch.setattr(job_outcome, "MAX_DISAGREEING_FRACTION", 1.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     """The embedded tokenizer."""

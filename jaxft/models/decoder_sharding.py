@@ -34,14 +34,11 @@ replicated."""
 NO_AXIS = "-"
 
 
-def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bool = False) -> Sharding:
+def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Sharding:
     """Return the sharding of a decoder on a mesh; a dimension that does not divide is replicated, with a warning.
 
-    Args:
-        strict: True to raise instead of warning.
-
     Raises:
-        ValueError: heads do not divide over `tensor`; or, with `strict`, any dimension over its axis.
+        ValueError: heads do not divide over `tensor`.
     """
     tensor = mesh.shape["tensor"]
     for name in ("num_heads", "num_kv_heads"):
@@ -53,8 +50,6 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh, *, strict: bo
             )
     sharding = Sharding(mesh, DECODER_RULES)
     lines = sharding.uneven(parameter_shapes(config))
-    if lines and strict:
-        raise ValueError("\n".join(lines))
     if lines:
         warnings.warn("dimensions that do not divide are replicated on every device: " + "; ".join(lines), stacklevel=2)
     return sharding

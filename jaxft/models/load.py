@@ -43,7 +43,6 @@ def init_model(
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
-    strict: bool = False,
 ) -> tuple[Model, Params]:
     """Make a decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
 
@@ -55,7 +54,6 @@ def init_model(
             (`attention`), or whole layers (`full`).
         lora: low-rank adapters, of which alone the weights are trained; None for a model without adapters.
         mesh: mesh of `make_mesh` to shard the parameters over, see `sharding_for`; None for one device.
-        strict: True to raise, instead of warning, if a dimension does not divide over the mesh.
 
     Raises:
         ValueError: no preset has this name, `dtype` or `compute_dtype` is not supported, or the model does not divide
@@ -64,7 +62,7 @@ def init_model(
     """
     config = model_preset(config) if isinstance(config, str) else config
     dtype = _checked_dtype("dtype", dtype)
-    model = _make_model(config, compute_dtype, remat, lora, mesh, strict)
+    model = _make_model(config, compute_dtype, remat, lora, mesh)
     return model, _add_adapters(model, _init_base(config, dtype, model.sharding, key), lora, key)
 
 
@@ -82,7 +80,6 @@ def load_model(
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
-    strict: bool = False,
     context_tokens: int = 0,
     ignored_keys: Sequence[str] = (),
 ) -> tuple[Model, Params]:
@@ -94,7 +91,7 @@ def load_model(
 
     Args:
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
-        dtype, compute_dtype, remat, lora, mesh, strict: as for `init_model`.
+        dtype, compute_dtype, remat, lora, mesh: as for `init_model`.
         context_tokens: tokens of the longest context, on which positions with LongRoPE depend, as of Phi-4-mini.
         ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. A folder of adapters
             names those of its base.
@@ -111,7 +108,7 @@ def load_model(
     if lora is not None and not isinstance(lora, LoraSpec):
         ignored_keys = (*ignored_keys, *saved_ignored_keys(lora))
     config = load_config(folder / "config.json", ignored_keys).for_context(context_tokens)
-    model = _make_model(config, compute_dtype, remat, lora, mesh, strict)
+    model = _make_model(config, compute_dtype, remat, lora, mesh)
     return model, _add_adapters(model, read_weights(folder, config, dtype, model.sharding), lora, key)
 
 
@@ -141,17 +138,16 @@ def base_place(folder: str | os.PathLike[str]) -> str | Path:
     return place
 
 
-def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None, strict: bool = False) -> Model:
+def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None) -> Model:
     """Return the same model on another mesh.
 
     Args:
         model: result of `init_model` or `load_model`.
         mesh: the other mesh; None for one device.
         compute_dtype: dtype of products, as for `init_model`.
-        strict: as for `init_model`.
     """
     assert isinstance(model.config, DecoderConfig) and isinstance(model.lora, LoraSpec | None)
-    sharding = None if mesh is None else sharding_for(model.config, mesh, strict=strict)
+    sharding = None if mesh is None else sharding_for(model.config, mesh)
     return decoder(model.config, compute_dtype=compute_dtype, lora=model.lora, sharding=sharding)
 
 
@@ -161,16 +157,14 @@ def base_model(model: Model, remat: Remat = "dots") -> Model:
     return decoder(model.config, remat, sharding=model.sharding)
 
 
-def _make_model(
-    config: DecoderConfig, compute_dtype: Any, remat: Remat, lora: Lora | None, mesh: Mesh | None, strict: bool
-) -> Model:
+def _make_model(config: DecoderConfig, compute_dtype: Any, remat: Remat, lora: Lora | None, mesh: Mesh | None) -> Model:
     """Make the decoder for these arguments of `init_model`."""
     return decoder(
         config,
         remat,
         compute_dtype=None if compute_dtype is None else _checked_dtype("compute_dtype", compute_dtype),
         lora=lora_spec(lora),
-        sharding=None if mesh is None else sharding_for(config, mesh, strict=strict),
+        sharding=None if mesh is None else sharding_for(config, mesh),
     )
 
 

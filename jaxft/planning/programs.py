@@ -185,8 +185,7 @@ class Programs:
 def _model(run: Run, mesh: Mesh | AbstractMesh, target: Target, remat: Remat) -> tuple[Sharding, Model, Params]:
     """Return sharding and model of a run's policy on a mesh, and the shapes of its parameters with their shardings."""
     dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
-    is_strict = run.policy.mesh is not None and run.policy.mesh.strict
-    sharding = sharding_for(run.model, mesh, strict=is_strict)
+    sharding = sharding_for(run.model, mesh)
     model = decoder(run.model, remat, compute_dtype=compute_dtype, lora=run.lora, sharding=sharding)
     return sharding, model, sharding.place(_shapes(run, jnp.dtype(dtype)))
 

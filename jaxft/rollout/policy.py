@@ -70,7 +70,6 @@ class Policy:
         version: version of the parameters; each change adds 1.
         held: weights of an earlier version, which the sampler was made to hold; None without.
         is_sampler_held: True while requests are answered with `held`.
-        sampling_share: largest share of the device's time that sampling has while a job trains beside it.
         dtype: dtype of the parameters, of their base if there are adapters.
     """
 
@@ -121,7 +120,6 @@ class Policy:
         self._decode_params: Params | None = None
         self.held: Held | None = None
         self.is_sampler_held = False
-        self.sampling_share = SAMPLING_SHARE
         self._is_laying_out = False
         self._queued: Any = None  # computed by the microbatch before the latest
         self._lost: str | None = None
@@ -241,7 +239,7 @@ class Policy:
             return
         if waits_for is not None:
             jax.block_until_ready(waits_for)
-        self._device.pause(self.sampling_share)
+        self._device.pause(SAMPLING_SHARE)
 
     @property
     def has_own_sampler(self) -> bool:

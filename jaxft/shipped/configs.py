@@ -1,7 +1,7 @@
 """Configuration of the shipped components. Nothing here imports jax."""
 
 import string
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_serializer, model_validator
 
@@ -22,7 +22,8 @@ from jaxft.training.config import LossConfig, OptimizerConfig
 class MeshConfig(ConfigModel):
     """The axes of a device mesh.
 
-    The sizes multiply to the number of devices. One of them may be -1, which stands for all devices that are left.
+    The sizes multiply to the number of devices. One of them may be -1, which stands for all devices that are left. A
+    parameter that does not divide is copied, with a warning.
     """
 
     data: int = Field(default=-1, description="Devices that split rows and copy parameters; -1: all that are left.")
@@ -31,9 +32,6 @@ class MeshConfig(ConfigModel):
     )
     tensor: int = Field(
         default=1, description="Devices that split heads and feed-forward width; -1: all that are left."
-    )
-    strict: bool = Field(
-        default=False, description="Refuse a parameter that does not divide; otherwise it is copied, with a warning."
     )
 
 
@@ -67,6 +65,9 @@ class LoraConfig(ConfigModel):
         return LoraSpec(self.rank, self.alpha, self.targets, self.use_rslora)
 
 
+SNAPSHOT_FIELDS = ("max_context_tokens", "slots", "cache_tokens", "long_prompts")
+"""Fields of a policy that a snapshot of it may have of its own."""
+
 SNAPSHOT_EVERY = 10
 """Versions of a policy after which a snapshot of it is replaced, unless the configuration says otherwise."""
 
@@ -75,10 +76,8 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     """A model in this process: a Hugging Face checkpoint, random weights in the shape of a preset, or a snapshot.
 
     A snapshot is an earlier version of another policy. It is never trained, and has all fields of that policy but those
-    of `SAMPLING`, which may be its own.
+    of `SNAPSHOT_FIELDS`, which may be its own.
     """
-
-    SAMPLING: ClassVar = ("max_context_tokens", "slots", "cache_tokens", "long_prompts")
 
     sharding_table = "jaxft.shipped.local_policy:sharding_table"
     choices = "jaxft.shipped.local_policy:choices"
@@ -178,7 +177,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
                     "needs 'path' (a checkpoint), 'preset' (the shape of a model of random weights) or 'snapshot_of'"
                 )
             return self
-        allowed = ("snapshot_of", "every", *self.SAMPLING)
+        allowed = ("snapshot_of", "every", *SNAPSHOT_FIELDS)
         others = {name: field for name, field in type(self).model_fields.items() if name not in allowed}
         for name, field in others.items():
             if dict(self)[name] != field.default:
@@ -193,7 +192,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         values = {"_type": self.type_name, **serialize(self)}
         if self.snapshot_of is None:
             return values
-        kept = ("_type", "snapshot_of", *(name for name in self.SAMPLING if name in self.model_fields_set))
+        kept = ("_type", "snapshot_of", *(name for name in SNAPSHOT_FIELDS if name in self.model_fields_set))
         return {name: values[name] for name in kept} | {"every": self.snapshot_every}
 
     @property
@@ -202,9 +201,9 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         return SNAPSHOT_EVERY if self.every is None else self.every
 
     def with_sampling_of(self, policy: "LocalPolicyConfig") -> "LocalPolicyConfig":
-        """Return the configuration with the policy's fields of `SAMPLING` in place of those that were left out."""
+        """Return the configuration with the policy's `SNAPSHOT_FIELDS` in place of those that were left out."""
         return self.model_copy(
-            update={name: dict(policy)[name] for name in self.SAMPLING if name not in self.model_fields_set}
+            update={name: dict(policy)[name] for name in SNAPSHOT_FIELDS if name not in self.model_fields_set}
         )
 
     def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
@@ -375,25 +374,6 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     )
     num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
     num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
-    sampling_share: float = Field(
-        default=0.75,
-        ge=0.0,
-        lt=1.0,
-        description="With max_staleness above 0: largest share of the device's time that sampling has while a job "
-        "trains and both have work. They take turns after each microbatch, so that neither starves.",
-    )
-    max_stale_fraction: float = Field(
-        default=0.1,
-        ge=0.0,
-        le=1.0,
-        description="Largest fraction of trajectories from policy versions that are further behind than max_staleness.",
-    )
-    max_logprob_diff: float = Field(
-        default=0.1, gt=0.0, description="Mean difference, in nats, above which a sequence disagrees with the policy."
-    )
-    max_disagreeing_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Largest fraction of an update's sequences that may disagree."
-    )
 
     @property
     def has_own_reference(self) -> bool:

@@ -1,25 +1,37 @@
 """Describes the end of a training job in words: updated, refused, not finite, or nothing to learn."""
 
-from jaxft.shipped.configs import LocalTrainerAdapterConfig
+MAX_STALE_FRACTION = 0.1
+"""Largest fraction of a job's trajectories from versions that are further behind than max_staleness."""
+
+MAX_LOGPROB_DIFF = 0.1
+"""Mean difference, in nats, above which the recorded log-probabilities of a sequence disagree with the policy's."""
+
+MAX_DISAGREEING_FRACTION = 0.1
+"""Largest fraction of an update's sequences that may disagree."""
 
 STAY = "parameters and optimiser state stay as they were"
 
 
-def too_stale(metrics: dict[str, float]) -> float:
+def is_too_stale(metrics: dict[str, float]) -> bool:
+    """Return True if a job is refused, as too many of its trajectories are of versions that are not allowed."""
+    return stale_fraction(metrics) > MAX_STALE_FRACTION
+
+
+def stale_fraction(metrics: dict[str, float]) -> float:
     """Return the fraction of trajectories of versions that are not allowed, from the metrics of a job."""
     return metrics.get("too_stale_fraction", metrics.get("stale_trajectory_fraction", 0.0))
 
 
-def why_refused(config: LocalTrainerAdapterConfig, metrics: dict[str, float]) -> str | None:
+def why_refused(metrics: dict[str, float]) -> str | None:
     """Return why a job, or some of its updates, was refused although no error was raised; None if it was not."""
-    stale = too_stale(metrics)
-    if stale > config.max_stale_fraction:
+    stale = stale_fraction(metrics)
+    if is_too_stale(metrics):
         return f"refused: another version of the policy sampled {stale:.0%} of the trajectories; {STAY}"
     if metrics.get("refused_updates"):
         disagreeing = metrics.get("sampler_disagreement_fraction", 0.0)
         return (
             f"refused: the log-probabilities recorded with {disagreeing:.0%} of the sequences are more than "
-            f"{config.max_logprob_diff:g} nats (on average) from the policy's own: another policy sampled them, or "
+            f"{MAX_LOGPROB_DIFF:g} nats (on average) from the policy's own: another policy sampled them, or "
             f"they were recorded wrongly; {metrics['refused_updates']:.0f} updates were not made"
         )
     return None

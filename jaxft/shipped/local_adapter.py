@@ -43,8 +43,9 @@ from jaxft.models.load import load_model
 from jaxft.models.model_card import ModelCard
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
+from jaxft.shipped import job_outcome
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.shipped.job_outcome import outcome, too_stale, why_refused
+from jaxft.shipped.job_outcome import is_too_stale, outcome, why_refused
 from jaxft.shipped.memory_advice import memory_advice, memory_errors
 from jaxft.shipped.run_card import run_card
 from jaxft.shipped.teacher import load_teacher
@@ -197,7 +198,6 @@ class LocalTrainerAdapter(TrainerAdapter):
                 ]
             )
         self.max_staleness = max_staleness
-        self.policy.sampling_share = self.adapter_config.sampling_share
         self.learner = self._make_learner(ref_params=self.learner.ref_params, max_staleness=max_staleness)
         if loss.correction is not None and loss.correction.name == "none":
             self._warn(
@@ -342,7 +342,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         if job.canceled_after is not None:
             job.report(status=TrainingStatusEnum.CANCELED, message=job.canceled_after, metadata=metadata)
             return
-        refusal = why_refused(self.adapter_config, metrics)
+        refusal = why_refused(metrics)
         message = (refusal or outcome(metrics)) + (f"; the batch of each is kept: {', '.join(kept)}" if kept else "")
         if refusal is not None:
             job.report(status=TrainingStatusEnum.FAILED, message=message, metadata=metadata)
@@ -364,7 +364,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         if job.is_cancelled:
             job.canceled_after = "canceled before it began"
             return params, metrics
-        if too_stale(stale) > self.adapter_config.max_stale_fraction:
+        if is_too_stale(stale):
             return params, metrics
 
         def goes_on(done: int, total: int) -> bool:
@@ -579,8 +579,8 @@ def make_learner(
         num_minibatches=config.num_minibatches,
         num_iterations=config.num_iterations,
         packing=config.packing,
-        max_sampler_diff=config.max_logprob_diff,
-        max_disagreeing_fraction=config.max_disagreeing_fraction,
+        max_sampler_diff=job_outcome.MAX_LOGPROB_DIFF,
+        max_disagreeing_fraction=job_outcome.MAX_DISAGREEING_FRACTION,
         seed=seed,
         ref_params=ref_params,
         teacher=teacher,

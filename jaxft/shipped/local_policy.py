@@ -87,7 +87,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
         "lora": lora_of(config.lora),
     }
     if mesh is not None:
-        options |= {"mesh": mesh, "strict": config.mesh is not None and config.mesh.strict}
+        options["mesh"] = mesh
     if folder is not None:
         options |= {"context_tokens": config.max_context_tokens, "ignored_keys": config.ignored_keys}
         model, params = load_model(folder, key=key, **options)
@@ -97,7 +97,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
             params = jax.device_put(params, devices_of(None)[0])
     sampler = None
     if sampler_mesh is not None and config.sampler_mesh is not None:
-        sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype, strict=config.sampler_mesh.strict)
+        sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype)
     elif mesh is not None and spans_processes(model.sharding):
         sampler = on_mesh(model, sampling_mesh(mesh), compute_dtype=compute_dtype)
     policy = Policy(
@@ -330,7 +330,7 @@ def sharding_table(config: LocalPolicyConfig) -> str | None:
     mesh = meshes_of(config)[0] if min(sizes) < 1 else AbstractMesh(sizes, AXES)
     assert mesh is not None
     dtype = jnp.dtype(dtypes_of(config, platform_of(Sharding(mesh)))[0])
-    sharding = sharding_for(shape, mesh, strict=config.mesh.strict)
+    sharding = sharding_for(shape, mesh)
     params = parameter_shapes(shape, lora_spec(lora_of(config.lora)))
     base = params.get(BASE, params)
     base = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), base)  # adapters are float32

@@ -384,7 +384,7 @@ def _distilled(
         return weighed, {}
     gap = (np.asarray(table, np.float64)[job.tokens] for table in (job.teacher_logprobs, job.batch.sampler_logprobs))
     gain = np.where(mask, np.subtract(*gap), 0.0)
-    return weighed + distillation.coef * gain, {"teacher_divergence": float(-gain[mask].mean())}
+    return weighed + gain, {"teacher_divergence": float(-gain[mask].mean())}
 
 
 def _advantages_per_step(

@@ -64,12 +64,12 @@ class DistillationConfig(ConfigModel):
         "Others are a term of the loss over the whole vocabulary: reverse, KL(student || teacher); forward, "
         "KL(teacher || student); jensen_shannon, both to their mixture (arXiv 2306.13649).",
     )
-    coef: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="Weight of what the teacher teaches.")
     reward_coef: float = Field(
         default=0.0,
         ge=0.0,
         allow_inf_nan=False,
-        description="Weight of the advantages that come from rewards; 0: rewards are logged, and train nothing.",
+        description="Weight of the advantages that come from rewards, where that of the teacher is 1; 0: rewards are "
+        "logged, and train nothing.",
     )
     mixing: float = Field(
         default=0.5, gt=0.0, lt=1.0, description="Share of the teacher in the mixture of jensen_shannon."
@@ -336,11 +336,6 @@ class OptimizerConfig(ConfigModel):
     )
     b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay rate of the first moment.")
     b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay rate of the second moment.")
-    mean_dtype: Literal["float32", "bfloat16"] | None = Field(
-        default=None,
-        description="Type of AdamW's first moment; bfloat16 halves its memory. The second moment always has the type "
-        "of the parameters, as bfloat16 would lose small changes. null: the type of the parameters.",
-    )
     weight_decay: float = Field(
         default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay; norms and biases are left out."
     )

@@ -69,7 +69,7 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher
     if teacher is not None and config.distillation is not None:
         form, mixing = config.distillation.form, config.distillation.mixing
         assert form != "sampled_token"  # which is part of the advantages
-        shared |= {"teacher": Teacher(teacher, form, mixing), "teacher_coef": config.distillation.coef}
+        shared |= {"teacher": Teacher(teacher, form, mixing)}
     return partial(grpo_loss, **shared)
 
 
@@ -82,7 +82,6 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         learning_rate,
         b1=config.b1,
         b2=config.b2,
-        mu_dtype=config.mean_dtype,
         weight_decay=config.weight_decay,
         # Norms and biases stay out: stacked over layers they have two axes, so names decide and not ranks.
         mask=lambda params: jax.tree_util.tree_map_with_path(
@@ -126,7 +125,7 @@ def update_of(
         model: the model of the policy.
         loss: settings of the loss without `reward_weights`, which no update reads and which cannot be hashed.
         optimizer: settings of the optimizer.
-        limits: `max_logprob_diff` and `max_disagreeing_fraction` of the adapter for policy losses, else None.
+        limits: `max_sampler_diff` and `max_disagreeing_fraction` of the learner for policy losses, else None.
         teacher: model of the teacher of a distillation over the whole vocabulary; None for other losses.
     """
     plain = make_optimizer(optimizer)

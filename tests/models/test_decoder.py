@@ -309,7 +309,7 @@ def shapes(config):
 def test_all_but_norms_are_cut(qk_norm, places):
     """Each of eight devices holds an eighth of everything, and norms and output biases whole."""
     config = replace(CONFIG, qk_norm=qk_norm, norm_places=places, tie_word_embeddings=False)
-    sharding = sharding_for(config, mesh(fsdp=4, tensor=2), strict=True)
+    sharding = sharding_for(config, mesh(fsdp=4, tensor=2))
     kernels = {k: v for k, v in shapes(config)["layers"].items() if k in ("self_attn", "mlp")}
     for module in kernels.values():
         for name, leaves in module.items():
@@ -347,8 +347,6 @@ def test_a_dimension_that_does_not_divide_is_whole_and_said_once():
     with pytest.warns(UserWarning, match="embed: dimension 0 of 262 .* the 4 devices of mesh axis 'tensor'"):
         sharding = sharding_for(uneven, mesh(tensor=4))
     assert tuple(sharding.spec("embed", (262, 32))) == (None, "fsdp")
-    with pytest.raises(ValueError, match="embed: dimension 0 of 262"):
-        sharding_for(uneven, mesh(tensor=4), strict=True)
 
 
 def test_tables():

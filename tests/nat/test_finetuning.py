@@ -207,8 +207,9 @@ def test_a_failed_episode_does_not_take_the_others_along(finetune, folder):
     assert (row["failed_episodes"], row["num_trajectories"], row["applied_updates"]) == (4, 12, 1)
 
 
-def test_the_command_ends_with_exit_code_1_when_a_job_fails(nat, folder):
-    fails = nat("finetune", "--config_file", "config.yml", "-o", "trainer_adapters.own.max_logprob_diff", "1e-12")
+def test_the_command_ends_with_exit_code_1_when_a_job_fails(nat, folder, monkeypatch):
+    monkeypatch.setenv("MAX_LOGPROB_DIFF", "1e-12")
+    fails = nat("finetune", "--config_file", "config.yml")
     assert fails.returncode == 1 and "epoch_00000" in fails.stderr
 
 

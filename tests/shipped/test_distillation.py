@@ -149,12 +149,11 @@ def test_a_resumed_run_goes_on_with_its_teacher(distilled, tmp_path, teacher):
 
 
 @pytest.fixture(scope="module")
-def taught(make_policy, policy, teacher_params, make_collection):
+def taught(foreign_trajectories, make_policy, policy, teacher_params, make_collection):
     """Metrics of four jobs with a teacher of the whole vocabulary, and its parameters after them."""
     loss = {"name": "dapo", "distillation": {"teacher": "teacher", "form": "forward"}}
-    trusted = {"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0}
     rate = {"learning_rate": 1e-2}
-    config = LocalTrainerAdapterConfig(llm="policy", loss=loss, optimizer=rate, microbatch_tokens=64, **trusted)
+    config = LocalTrainerAdapterConfig(llm="policy", loss=loss, optimizer=rate, microbatch_tokens=64)
     teacher = TeacherModel(policy.model, jax.tree.map(jnp.asarray, teacher_params))
     adapter = LocalTrainerAdapter(config, make_policy(), teacher=teacher)
 
@@ -217,16 +216,16 @@ def test_losses_that_nobody_can_teach_are_refused(tmp_path, teacher, capsys, los
 
 
 def test_what_the_teacher_thinks_is_added_to_the_advantages(make_group, collect):
-    """`reward_coef A + coef (log teacher - log student)` on trained tokens, and zero elsewhere."""
+    """`reward_coef A + (log teacher - log student)` on trained tokens, and zero elsewhere."""
     rows, credit = collect([make_group(1.0, 0.0)])
-    loss = LossConfig(name="dapo", distillation={"teacher": "t", "coef": 2.0, "reward_coef": 0.5})
+    loss = LossConfig(name="dapo", distillation={"teacher": "t", "reward_coef": 0.5})
     job = make_batch(rows, BatchPlanner(64))
     by_teacher = np.where(job.batch.tokens >= 0, -0.75, 0.0).astype(np.float32)
     plain, _ = compute_advantages(job, credit, LossConfig(name="dapo"))
     mixed, metrics = compute_advantages(job._replace(teacher_logprobs=by_teacher), credit, loss)
     mask = np.asarray(job.batch.completion_mask)
     gain = np.where(mask, by_teacher - job.batch.sampler_logprobs, 0.0)
-    expected = np.where(mask, 0.5 * plain.batch.advantages + 2.0 * gain, 0.0)
+    expected = np.where(mask, 0.5 * plain.batch.advantages + gain, 0.0)
     np.testing.assert_allclose(np.where(mask, mixed.batch.advantages, 0.0), expected, rtol=1e-6)
     assert metrics["teacher_divergence"] == pytest.approx(-gain[mask].mean(), rel=1e-6)
 

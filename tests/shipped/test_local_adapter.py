@@ -31,13 +31,13 @@ from jaxft.harness.data_models import (
 from jaxft.models.hf import save_model
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+from jaxft.shipped import job_outcome
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.grpo import GRPOTrainer
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.training.config import LossConfig
 
-FOREIGN = {"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0}
-"""Settings for collections that no policy sampled."""
+pytestmark = pytest.mark.usefixtures("foreign_trajectories")
 
 
 def make_small_adapter(policy, loss=None, warn=print, **options):
@@ -47,7 +47,7 @@ def make_small_adapter(policy, loss=None, warn=print, **options):
 
 
 def make_adapter(policy, warn=print, loss=None, **options):
-    return make_small_adapter(policy, loss, warn, **(FOREIGN | options))
+    return make_small_adapter(policy, loss, warn, **options)
 
 
 def train(adapter, *collections):
@@ -370,9 +370,17 @@ def group(rows, run_id, rewards=(1.0, 0.0, 1.0, 0.0)):
 
 
 @pytest.fixture(scope="module")
-def strict(make_policy):
+def strict_adapter(make_policy):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_outcome, "MAX_DISAGREEING_FRACTION", 0.1)
+        return make_small_adapter(make_policy())
+
+
+@pytest.fixture
+def strict(strict_adapter, monkeypatch):
     """An adapter with the thresholds it has by itself."""
-    return make_small_adapter(make_policy())
+    monkeypatch.setattr(job_outcome, "MAX_STALE_FRACTION", 0.1)
+    return strict_adapter
 
 
 def test_own_trajectories_are_trained(strict, make_sequence):
@@ -467,7 +475,7 @@ def hungry(policy):
 
 
 def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy, make_collection):
-    adapter = make_small_adapter(make_policy(model=hungry(policy)), **FOREIGN)
+    adapter = make_small_adapter(make_policy(model=hungry(policy)))
     (status,) = train(adapter, make_collection("large"))
     assert status.status is TrainingStatusEnum.FAILED
     sizes = "slots (now 8)", "cache_tokens (now 1024)", "max_context_tokens (now 96)"
@@ -492,7 +500,7 @@ def test_a_job_that_is_ended_in_the_middle_has_failed(make_policy, policy, make_
     def apply(params, tokens, positions, cache=None, tables=None, segment_ids=None):
         raise error
 
-    adapter = make_small_adapter(make_policy(model=policy.model._replace(apply=apply)), **FOREIGN)
+    adapter = make_small_adapter(make_policy(model=policy.model._replace(apply=apply)))
     first, second = train(adapter, make_collection("first"), make_collection("second"))
     assert first.status is second.status is TrainingStatusEnum.FAILED
     assert f"DeviceThreadError: work on the device thread was ended by {type(error).__name__}" in first.message

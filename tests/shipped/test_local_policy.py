@@ -34,6 +34,8 @@ from jaxft.shipped.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTraine
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.local_policy import choices, lora_of, shape_of, sharding_table
 
+pytestmark = pytest.mark.usefixtures("foreign_trajectories")
+
 QWEN3 = Path(__file__).parents[1] / "data" / "hf" / "qwen3"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "mlp/*"]}
 
@@ -57,9 +59,7 @@ def make_lora_policy(tokenizer):
 
 def make_adapter(policy, **loss):
     fields = {"llm": "policy", "loss": loss, "optimizer": {"learning_rate": 1e-2}, "microbatch_tokens": 64}
-    return LocalTrainerAdapter(
-        LocalTrainerAdapterConfig(**fields, max_stale_fraction=1.0, max_disagreeing_fraction=1.0), policy
-    )
+    return LocalTrainerAdapter(LocalTrainerAdapterConfig(**fields), policy)
 
 
 def run(adapter, *collections):

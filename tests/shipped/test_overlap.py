@@ -478,7 +478,6 @@ def test_several_processes_share_slots_and_devices(monkeypatch):
     [
         ({"trainers__loop__in_flight": "continue"}, "in_flight 'continue' needs max_staleness 2 or more; with 1"),
         ({"trainers__loop__max_staleness": -1}, "trainers.loop.max_staleness"),
-        ({"trainer_adapters__local__sampling_share": 1.0}, "trainer_adapters.local.sampling_share"),
         (
             {"trainer_adapters__local__loss": {"name": "reinforce", "correction": {"name": "ratio"}}},
             "reinforce has no ratio",
@@ -495,16 +494,14 @@ def test_staleness_is_corrected_unless_the_loss_says_otherwise(policy):
     warnings = []
 
     def allow(loss):
-        config = LocalTrainerAdapterConfig(llm="policy", loss=loss, sampling_share=0.75)
+        config = LocalTrainerAdapterConfig(llm="policy", loss=loss)
         adapter = LocalTrainerAdapter(config, policy, warnings.append)
         adapter.allow_staleness(1)
-        assert (adapter.max_staleness, policy.sampling_share) == (1, 0.75)
+        assert adapter.max_staleness == 1
         return adapter.learner._loss_config.correction.name
 
-    share = policy.sampling_share
     assert [allow({"name": name}) for name in ("grpo", "reinforce")] == ["ratio", "token_truncate"] and not warnings
     assert allow({"name": "grpo", "correction": {"name": "none"}}) == "none"
     assert len(warnings) == 1 and "loss.correction is none with max_staleness 1" in warnings[0]
     with pytest.raises(ConfigError, match="max_staleness: is 1, but loss 'sft' has no correction"):
         allow({"name": "sft"})
-    policy.sampling_share = share

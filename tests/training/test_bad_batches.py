@@ -54,12 +54,15 @@ def files(directory):
     return sorted(path.name for path in (directory.path / "bad_batches").iterdir())
 
 
-def test_a_job_says_where_the_batches_of_its_bad_updates_are(make_policy, directory, make_collection):
+def test_a_job_says_where_the_batches_of_its_bad_updates_are(
+    foreign_trajectories, make_policy, directory, make_collection
+):
     """Two updates on two trajectories each; those with a huge reward are bad, or one of them is in each."""
     config = LocalTrainerAdapterConfig(
         llm="policy",
         loss={"advantages": "leave_one_out"},
-        **{"max_stale_fraction": 1.0, "max_disagreeing_fraction": 1.0, "microbatch_tokens": 128, "num_minibatches": 2},
+        microbatch_tokens=128,
+        num_minibatches=2,
     )
     policy = make_policy(model=from_function(bigrams), params={"table": jax.device_put(np.eye(262, dtype=np.float32))})
     adapter = LocalTrainerAdapter(config, policy, bad_batches=BadBatches(directory, print))

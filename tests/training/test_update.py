@@ -31,16 +31,6 @@ def test_weight_decay_leaves_out_norms_and_biases():
     assert {float(leaf.min()) for leaf in jax.tree.leaves(updates)} == {0.0, -0.25}
 
 
-def test_the_mean_gradient_may_be_narrow():
-    optimizers = [make_optimizer(OptimizerConfig(mean_dtype=dtype)) for dtype in (None, "bfloat16")]
-    params, gradient = {"kernel": np.ones(3, np.float32)}, {"kernel": np.full(3, 0.3, np.float32)}
-    update = jax.jit(lambda gradient, params: [o.update(gradient, o.init(params), params) for o in optimizers])
-    (by_wide, of_wide), (by_narrow, of_narrow) = update(gradient, params)
-    assert [x.dtype.name for x in jax.tree.leaves(of_wide) if x.ndim] == ["float32", "float32"]
-    assert [x.dtype.name for x in jax.tree.leaves(of_narrow) if x.ndim] == ["bfloat16", "float32"]
-    assert by_narrow["kernel"].tolist() == pytest.approx(by_wide["kernel"].tolist(), rel=1e-2)
-
-
 def test_sgd_is_plain():
     optimizer = make_optimizer(OptimizerConfig(name="sgd", learning_rate=0.5))
     params = {"kernel": np.ones(1, np.float32)}
