@@ -43,10 +43,10 @@ In --set a comma separates alternatives; one inside of quotes, brackets or brace
 goes on with a sweep that was stopped: it skips finished runs, continues interrupted ones and repeats failed ones. With
 --resume it also continues runs whose configuration has changed since."""
 EXPORT = "Writes the model of a run, or any other model, in Hugging Face's file format and in the dtype given."
-CHAT = """Talks to a model in the terminal: streams its answers, and lets it call tools.
+CHAT = """Talks to a model in the terminal: streams its answers, and lets it call Python functions.
 
 Without a terminal each line of standard input is a message, and standard output has the answers alone; reasoning, tool
-calls and errors go to standard error. /help shows the commands. Nothing is written to the run directory."""
+calls and errors go to standard error. /reset begins a new conversation. Nothing is written to the run directory."""
 PLAN = """Says what a run needs of accelerators that are not here: memory by purpose, work, communication, least times.
 
 The compilers for GPUs and TPUs compile the run's programs for them, without a device; scripts/make_compilers.sh gets
@@ -117,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     async def run() -> None:
         if parsed.verb in ("chat", "serve"):
-            from jaxft.shipped.chat_command import chat, models_of  # imports jax, which --help does without
+            from jaxft.shipped.chat_command import chat  # imports jax, which --help does without
+            from jaxft.shipped.model_source import models_of
 
             if parsed.verb == "chat":
                 await chat(parsed)
@@ -227,7 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
 
     writing = verbs.add_parser("export", help="write a model in Hugging Face's file format", description=EXPORT)
-    writing.add_argument("source", type=home_path, help="a run directory, or the folder of a model")
+    writing.add_argument("source", type=home_path, help="a run directory, the folder of a model, or its id on the hub")
     writing.add_argument("folder", type=home_path, help="the folder to write; empty or not there yet")
     writing.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
@@ -282,7 +283,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.formatter_class = CHAT, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("source", type=home_path, help="a run directory, or the folder of a model")
+    parser.add_argument("source", type=home_path, help="a run directory, the folder of a model, or its id on the hub")
     parser.add_argument(
         "--temperature",
         type=_number,
@@ -294,7 +295,7 @@ def _chat_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--seed", type=_seed, help="of all random numbers (default: another one each time)")
     parser.add_argument(
-        "--tools", type=home_path, metavar="FILE", help="functions (.py), or schemas whose results you type (.json)"
+        "--tools", type=home_path, metavar="FILE", help="a file of Python functions that the model may call"
     )
     parser.add_argument(
         "--template-kwargs",

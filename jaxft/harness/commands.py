@@ -2,10 +2,11 @@
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, load_config, secrets_of
 from jaxft.harness.config_merge import literal
 from jaxft.harness.config_types import ServeConfig
+from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.output_fields import escape_fields
 from jaxft.harness.session import (
     CAME_BACK,
@@ -156,18 +158,33 @@ async def serve(config: Config, port: int | None) -> None:
     """
     shutdown = current_shutdown()
     assert shutdown is not None
-    secrets = secrets_of(config) | secrets_of_environment()
-    console = current_console()
-    with tempfile.TemporaryDirectory() as folder, hiding(secrets), without_secrets():
-        console.mask = redactor()
-        with RunDirectory.create(Path(folder)) as directory:
-            async with ComponentBuilder(config, directory, console) as builder:
-                await builder.get_server_url(ServeConfig(), port)
-                console.message("SIGINT or SIGTERM ends the server")
-                with shutdown.listening() as signalled:
-                    await signalled.wait()
-                console.message("finishing the running requests")
+    async with open_models(config) as builder:
+        await builder.get_server_url(ServeConfig(), port)
+        builder.console.message("SIGINT or SIGTERM ends the server")
+        with shutdown.listening() as signalled:
+            await signalled.wait()
+        builder.console.message("finishing the running requests")
     raise Stopped("the server has ended")
+
+
+@contextlib.asynccontextmanager
+async def open_models(config: Config, *, seed: int = 0) -> AsyncIterator[ComponentBuilder]:
+    """Yield a builder of language models without a run, whose directory is a temporary one.
+
+    Args:
+        config: result of `load_models`.
+        seed: seed of sampling.
+    """
+    console, own = current_console(), config.model_copy(update={"finetuning": FinetuneConfig(seed=seed)})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        hiding(secrets_of(config) | secrets_of_environment()),
+        without_secrets(),
+        RunDirectory.create(Path(folder)) as directory,
+    ):
+        console.mask = redactor()
+        async with ComponentBuilder(own, directory, console) as builder:
+            yield builder
 
 
 async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept: bool) -> None:

@@ -1,42 +1,43 @@
-"""The verb `chat`: talk to the model of a run, or to any other model, in the terminal; `serve` finds the same models.
+"""The verb `chat`: a conversation of a terminal, or of a script's lines, with a model that may call Python functions.
 
-Nothing is written to a run directory and no lock is taken, so that a chat may run beside the training of its model.
+Answers go to standard output, all else to standard error. Nothing is written to a run directory and nothing is locked,
+so that a chat may run beside the training of its model.
 """
 
 import argparse
+import asyncio
+import contextlib
+import inspect
+import io
+import json
 import os
 import secrets
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import Mesh
-from pydantic import ValidationError
+from pydantic import validate_call
 
-from jaxft.core.cache import row_shards
-from jaxft.core.sharding import Sharding, platform_of
-from jaxft.errors import ConfigError, DeviceMemoryError
-from jaxft.files import MANIFEST
-from jaxft.harness.chat_tools import Tools, load_tools
-from jaxft.harness.config_merge import ConfigErrors, expanded, read_layers
-from jaxft.harness.conversation import Conversation
-from jaxft.harness.session import MODEL_FOLDER
-from jaxft.models.hf_config import load_config
-from jaxft.models.hf_files import local_folder
-from jaxft.models.load import base_place, load_model
-from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-from jaxft.models.peft import saved_ignored_keys
-from jaxft.rollout.chat import find_stop_ids, load_tokenizer
+from jaxft.errors import ConfigError, RequestError, UserCodeError, did_you_mean, user_code
+from jaxft.harness.commands import open_models
+from jaxft.harness.config import load_models
+from jaxft.harness.registry import import_module
+from jaxft.harness.signals import current_shutdown
+from jaxft.rollout.chat_request import ChatRequest, Reply
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.device import first_line, is_out_of_memory
-from jaxft.rollout.policy import Policy
-from jaxft.runs.console import current_console
-from jaxft.runs.directory import CONFIG_FILE
-from jaxft.shipped.configs import LocalPolicyConfig
-from jaxft.shipped.local_policy import check_vocabulary, dtypes_of, mesh_of
+from jaxft.rollout.language_model import LanguageModel
+from jaxft.rollout.messages import Tool, ToolCall
+from jaxft.rollout.recorder import VALIDATION, Episode, recording
+from jaxft.runs.console import Console, current_console
+from jaxft.shipped.model_source import models_of
 
-CONTEXT_TOKENS = 4096
-"""Default context of a model without a run."""
+MAX_ROUNDS = 20
+"""Number of answers to one message that may call tools."""
+WANTED = "a tool needs a docstring that says what it does, and a type hint and a line under 'Args:' for each argument"
+
+Functions = Mapping[str, Callable[..., Any]]
 
 
 async def chat(arguments: argparse.Namespace) -> None:
@@ -46,166 +47,200 @@ async def chat(arguments: argparse.Namespace) -> None:
         ConfigError: the source holds no model, or the tools cannot be used.
         RequestError: the chat template refuses an option; or the input was no terminal, and a message has no answer.
     """
-    tools = Tools() if arguments.tools is None else load_tools(arguments.tools)
+    functions = {} if arguments.tools is None else load_functions(arguments.tools)
+    settings = ChatRequest(
+        messages=[] if arguments.system is None else [{"role": "system", "content": arguments.system}],
+        tools=[tool_schema(name, function) for name, function in functions.items()],
+        temperature=arguments.temperature,
+        max_tokens=arguments.max_tokens,
+        chat_template_kwargs=dict(arguments.template_kwargs),
+    )
+    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
+    models = models_of(arguments.source, context_tokens=arguments.context_tokens)
+    ((name, fields),) = models["llms"].items()
+    if fields["mesh"] is None:
+        fields |= {"slots": 1, "cache_tokens": None, "sampler_mesh": None}
     console = current_console()
     console.status(f"loading {arguments.source}")
-    seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    policy = load_policy(arguments.source, seed=seed, context_tokens=arguments.context_tokens)
-    try:
+    async with open_models(load_models(models, [], str(arguments.source)), seed=seed) as builder:
+        llm: ChatClient = await builder.get_llm(name)
         console.close()  # the live line stands between standard output and whoever looks for it
-        policy.compiles.show = console.compiling
-        conversation = Conversation(
-            ChatClient(policy, "chat"),
-            tools,
-            console,
-            temperature=arguments.temperature,
-            max_tokens=arguments.max_tokens,
-            system=arguments.system,
-            template_kwargs=dict(arguments.template_kwargs),
-            seed=seed,
-        )
-        question = conversation.request([{"role": "user", "content": "?"}])
-        if question.may_call_tools:
-            policy.template.responses.template(has_tools=True)
-        policy.template.prompt(question.messages, tools=question.tools, template_kwargs=question.chat_template_kwargs)
-        await conversation.run()
-    except BrokenPipeError:
-        # Whoever read the answers has gone; Python flushes standard output once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    finally:
-        console.close()
-        policy.close()
+        question = [*settings.messages, {"role": "user", "content": "?"}]
+        llm.policy.template.prompt(question, tools=settings.tools, template_kwargs=settings.chat_template_kwargs)
+        try:
+            await Conversation(llm, functions, settings, console, seed).run()
+        except BrokenPipeError:
+            # Whoever read the answers has gone; Python flushes standard output once more at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def load_policy(source: Path, *, seed: int, context_tokens: int | None = None) -> Policy:
-    """Load the exported model of a run with the settings of the run, or a model of any other folder.
+class Conversation:
+    """A conversation of standard input with a language model.
 
-    Raises:
-        ConfigError: the source holds no complete model, or the mesh of the run does not fit this machine.
-        DeviceMemoryError: the device has too little memory for the model.
+    It is an episode, so that its history goes on from the sampled token ids, as in training.
     """
-    folder, is_adapter, found = _model_in(source)
-    config = None if found is None else found[1]
-    settings = LocalPolicyConfig(path=str(folder)) if config is None else config
-    mesh, identity = _mesh_of(settings, folder), _identity(folder)
-    try:
-        dtype, compute_dtype = dtypes_of(settings, platform_of(None if mesh is None else Sharding(mesh)))
-        if config is None:
-            dtype = compute_dtype or dtype  # nothing is trained, so nothing needs more digits than products have
-        base = local_folder(base_place(folder)) if is_adapter else folder
-        lora = folder if is_adapter else None
-        tokenizer, shape = load_tokenizer(folder), load_config(base / "config.json", saved_ignored_keys(folder))
-        check_vocabulary(tokenizer, shape)
-        if context_tokens is None:
-            most = min(CONTEXT_TOKENS, shape.max_position_embeddings)
-            context_tokens = most if config is None else config.max_context_tokens
-        options: dict[str, Any] = {"dtype": dtype, "compute_dtype": compute_dtype, "lora": lora, "mesh": mesh}
-        model, params = load_model(base, context_tokens=context_tokens, **options)
-        stop_ids = find_stop_ids(tokenizer, base)
-        slots = row_shards(model)
-        return Policy(
-            model, params, tokenizer, stop_ids=stop_ids, seed=seed, slots=slots, max_context_tokens=context_tokens
-        )
-    except (ValueError, OSError) as error:
-        if _identity(folder) != identity:
-            raise ConfigError([f"{folder}: was removed or replaced while it was read: start the chat again"]) from error
-        raise ConfigError([f"{folder}: {error}"]) from error
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise DeviceMemoryError(
-            f"the device has too little memory for {folder}: end what else uses it, such as the training of the model, "
-            f"or put JAX_PLATFORMS=cpu before the command; it said: {first_line(error)}"
-        ) from error
 
+    def __init__(
+        self, llm: LanguageModel, functions: Functions, settings: ChatRequest, notes: Console, seed: int = 0
+    ) -> None:
+        """Begin a conversation; `settings` holds all but the messages, `notes` shows everything but the answers."""
+        self._llm, self._functions, self._settings, self._notes, self._seed = llm, functions, settings, notes, seed
+        self._output, self._is_terminal = Console(), sys.stdin.isatty()
+        self._shutdown = current_shutdown() if self._is_terminal else None
+        self._num_conversations = 0
+        self._begin()
 
-def models_of(source: Path) -> dict[str, Any]:
-    """Return a configuration that has the model of a run, with its name and settings there, or that of a folder.
+    def _begin(self) -> None:
+        """Begin anew, with random numbers that no conversation before had."""
+        self._messages = list(self._settings.messages)
+        self._num_conversations += 1
+        self._episode = Episode(self._seed, VALIDATION, self._num_conversations, "chat", 0)
 
-    The run's address is not taken over, as its key is not stored.
+    async def run(self) -> None:
+        """Answer each line of the input until it ends; `/reset` begins a new conversation.
 
-    Raises:
-        ConfigError: the source holds no complete model.
-    """
-    folder, is_adapter, found = _model_in(source)
-    folder = folder.absolute()
-    try:
-        base = local_folder(base_place(folder)) if is_adapter else folder
-        if found is None:
-            context_tokens = min(CONTEXT_TOKENS, load_config(base / "config.json").max_position_embeddings)
-            settings = LocalPolicyConfig(path=str(folder), max_context_tokens=context_tokens)
-            dtype, compute_dtype = dtypes_of(settings, platform_of(None))
-            found = "policy", settings.model_copy(update={"dtype": compute_dtype or dtype})
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"{folder}: {error}"]) from error
-    name, settings = found
-    place = {"path": str(base), "tokenizer": str(folder), "lora": {"path": str(folder)} if is_adapter else None}
-    fields = settings.model_dump(mode="json") | place | {"preset": None, "serve": None}
-    return {"llms": {name: fields}}
+        Raises:
+            RequestError: the input is no terminal, and a line has no complete answer.
+        """
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # bytes that are no text must not end the chat
+        if self._is_terminal:
+            self._note(f"{self._llm.max_context_tokens} tokens of context; /reset begins a new conversation")
+        unanswered = 0
+        with self._interruptible(lambda: None):  # between two answers, Ctrl-C has no effect
+            while (line := self._read_line()) is not None:
+                if line == "/reset":
+                    self._begin()
+                elif line.strip():
+                    unanswered += not await self._take(line)
+        if unanswered and not self._is_terminal:
+            raise RequestError(f"lines without a complete answer: {unanswered}")
 
+    def _interruptible(self, interrupt: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._shutdown is None else self._shutdown.interruptible(interrupt)
 
-def _model_in(source: Path) -> tuple[Path, bool, tuple[str, LocalPolicyConfig] | None]:
-    """Return the folder of a model, whether it has adapters alone, and name and settings in the run that made it."""
-    folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    if not is_adapter and not (folder / "config.json").is_file():
-        raise ConfigError([f"{source}: {_why_no_model(source)}"])
-    return folder, is_adapter, None if folder == source else settings_of_run(source)
-
-
-def settings_of_run(folder: Path) -> tuple[str, LocalPolicyConfig] | None:
-    """Return name and settings of the policy that a run trains; None if the run records none of a `local_policy`.
-
-    The agent's modules and data of the run are not needed.
-    """
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        return None
-    node: Any = read_layers(file)
-    try:
-        adapter = node["trainer_adapters"][node["finetuning"]["trainer_adapter"]]
-        name, fields = adapter["llm"], node["llms"][adapter["llm"]]
-        if fields["_type"] != "local_policy":
+    def _read_line(self) -> str | None:
+        """Return the next line of the input, None at its end; the event loop waits meanwhile."""
+        shutdown = current_shutdown()
+        try:
+            with contextlib.nullcontext() if shutdown is None else shutdown.released():
+                return input("> " if self._is_terminal and sys.stdout.isatty() else "")
+        except (EOFError, KeyboardInterrupt) as end:
+            if isinstance(end, KeyboardInterrupt) and not self._is_terminal:
+                raise
+            self._output.write("\n" if self._is_terminal else "")
             return None
-    except (KeyError, TypeError):
-        return None
-    errors = ConfigErrors()
-    path = f"llms.{name}"
-    values = expanded({field: value for field, value in fields.items() if field != "_type"}, path, errors)
+
+    async def _take(self, text: str) -> bool:
+        """Answer a message, and return True if its answer is complete; SIGINT in a terminal ends the answer only."""
+        begun, turn = len(self._messages), asyncio.create_task(self._answer(text))
+        try:
+            with self._interruptible(turn.cancel):
+                await turn
+            return True
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            why = "stopped"
+        except RequestError as error:
+            why = f"error: {error}"
+        self._note(f"{why}; the message is taken back, and /reset begins a new conversation")
+        del self._messages[begun:]  # what is left is a conversation that a chat template takes
+        return False
+
+    async def _answer(self, text: str) -> None:
+        """Add a message and its answer to the conversation, with the tool calls between them."""
+        self._messages.append({"role": "user", "content": text})
+        with recording(self._episode):
+            for _ in range(MAX_ROUNDS):
+                reply = await self._sample()
+                self._messages.append(reply.message)
+                if not reply.tool_calls:
+                    return
+                for call in reply.tool_calls:
+                    self._note(f"{call.name}({call.arguments})")
+                    result = await call_tool(self._functions, call)
+                    self._note(f"= {result}")
+                    self._messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        raise RequestError(f"the model called tools {MAX_ROUNDS} times in a row without an answer")
+
+    async def _sample(self) -> Reply:
+        """Return the next answer, shown as it is sampled; reasoning and content begin lines of their own."""
+        line: Console | None = None  # the console with a part of the answer and no line break yet
+        request = replace(self._settings, messages=tuple(self._messages))
+        async with contextlib.aclosing(self._llm.stream(request)) as stream:
+            try:
+                async for piece in stream:
+                    if isinstance(piece, Reply):
+                        break
+                    for console, text in ((self._notes, piece.reasoning_content), (self._output, piece.content)):
+                        if text and line not in (None, console):
+                            line.write("\n")
+                        if text:
+                            console.write(text, "dim" if console is self._notes else "")
+                            line = None if text.endswith("\n") else console
+            finally:
+                if line is not None:
+                    line.write("\n")
+        assert isinstance(piece, Reply)
+        if piece.finish_reason == "length":
+            self._note(f"cut off after {len(piece.token_ids)} tokens, by --max-tokens or the context")
+        return piece
+
+    def _note(self, text: str) -> None:
+        self._notes.write(f"{text}\n", "dim")
+
+
+def load_functions(file: Path) -> dict[str, Callable[..., Any]]:
+    """Return the public functions that a Python file defines, by name.
+
+    Raises:
+        ConfigError: the file cannot be imported, or defines none.
+    """
+    if not file.is_file():
+        raise ConfigError([f"{file}: is no file of Python functions"])
+    import_module(str(file.absolute()))
+    module = vars(sys.modules[file.stem])
+    own = {name: each for name, each in module.items() if inspect.isfunction(each) and each.__module__ == file.stem}
+    functions: dict[str, Any] = {name: each for name, each in own.items() if not name.startswith("_")}
+    if not functions:
+        raise ConfigError([f"{file}: holds no tool; write a function whose name does not begin with '_': {WANTED}"])
+    return functions
+
+
+def tool_schema(name: str, function: Callable[..., Any]) -> Tool:
+    """Return the schema of a function in OpenAI's format, from its type hints and its docstring.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    # Not above: it announces that PyTorch is missing, unless jaxft.rollout.chat was imported before.
+    from transformers.utils import get_json_schema
+
     try:
-        config = LocalPolicyConfig.model_validate(values)
-    except ValidationError as error:
-        details = error.errors(include_url=False)[0]
-        errors.add(".".join([path, *map(str, details["loc"])]), details["msg"])
-    if errors:
-        raise ConfigError(errors.lines(), str(file))
-    return name, config
+        schema = get_json_schema(function)
+    except Exception as error:  # of the hints and docstring of the user, in the classes of transformers
+        code = inspect.unwrap(function).__code__
+        place = f"{code.co_filename}:{code.co_firstlineno}"
+        raise ConfigError([f"{place}: the function '{name}' cannot be a tool: {error}; {WANTED}"]) from error
+    return {**schema, "function": {**schema["function"], "name": name}}
 
 
-def _identity(folder: Path) -> int | None:
-    """Return a number that another folder of the same path does not have; None if there is none."""
+async def call_tool(functions: Functions, call: ToolCall) -> str:
+    """Call a function and return its result as text: a text itself, JSON of another value, or `error: ...`.
+
+    Arguments are checked against the type hints. A function that is not async runs in a thread, so that it can be left
+    while it runs.
+    """
+    if call.name not in functions:
+        return f"error: there is no function '{call.name}'{did_you_mean(call.name, functions, what='functions')}"
     try:
-        return folder.stat().st_ino
-    except OSError:
-        return None
-
-
-def _mesh_of(settings: LocalPolicyConfig, folder: Path) -> Mesh | None:
-    try:
-        return None if settings.mesh is None else mesh_of(settings.mesh)
-    except ValueError as error:
-        raise ConfigError(
-            [f"the mesh of the run does not fit this machine ({error}); `jaxft chat {folder}` uses one device"]
-        ) from error
-
-
-def _why_no_model(source: Path) -> str:
-    steps = sorted(int(file.parent.name) for file in source.glob(f"checkpoints/*/{MANIFEST}"))
-    if steps:
-        return (
-            f"has no model yet, which a run writes at its end; one that was stopped ends at checkpoint {steps[-1]} by "
-            f"jaxft resume {source} --set finetuning.num_epochs={steps[-1]}"
-        )
-    if (source / CONFIG_FILE).is_file():
-        return "has no model yet, which a run writes at its end"
-    return "holds no model: give a run directory with one, or the folder of a model"
+        with user_code():
+            checked = validate_call(functions[call.name])
+            result = await asyncio.to_thread(checked, **json.loads(call.arguments))
+            result = await result if inspect.isawaitable(result) else result
+            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    except UserCodeError as failure:
+        return f"error: {failure.summary}"
+    return text.encode(errors="replace").decode()  # half of a character would be refused as a message

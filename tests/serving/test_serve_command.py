@@ -22,7 +22,7 @@ from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.config import LoraSpec
 from jaxft.models.load import init_model
 from jaxft.models.peft import save_adapter
-from jaxft.shipped.chat_command import models_of
+from jaxft.shipped.model_source import models_of
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"^(jaxft serve .*?) *#", (ROOT / "docs" / "agents.md").read_text(), re.MULTILINE)
