@@ -226,6 +226,13 @@ class UserCodeError(JaxftError):
         self.traceback, self.tail = _text(error), _text(error, limit=-3)
         super().__init__(self.summary)
 
+    @property
+    def where(self) -> str:
+        """The end of the traceback; of a syntax error its position, as no code has run."""
+        if isinstance(self.error, SyntaxError):
+            return f" {self.error.filename}:{self.error.lineno}: {type(self.error).__name__}: {self.error.msg}"
+        return f"\n{self.tail}"
+
     @classmethod
     def of_another_process(cls, error: BaseException, summary: str, traceback: str, tail: str) -> "UserCodeError":
         """Return the error for an exception in another process, whose traceback is known as text only."""

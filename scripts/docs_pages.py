@@ -20,7 +20,7 @@ from mkdocs.structure.pages import Page
 import jaxft
 from jaxft.harness.config import Config
 from jaxft.harness.config_help import SECTIONS, FieldHelp, field_help
-from jaxft.harness.registry import KINDS, import_installed, registry
+from jaxft.harness.registry import KINDS, REGISTRY, import_installed
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,8 +102,8 @@ def configuration_pages() -> Iterator[tuple[str, str]]:
     for base in KINDS:
         path = SECTIONS[base.component_kind]
         text = f"# `{path}`\n\n{inspect.cleandoc(base.__doc__ or '')}\n"
-        for name in registry.names(base):
-            component = registry.find(base, name)
+        for name in REGISTRY.names(base):
+            component = REGISTRY.find(base, name)
             if component.package == "jaxft":  # not what happens to be installed beside it
                 anchor = f"{path.removesuffix('.<name>').removesuffix('.<n>')}.{name}"
                 text += f"\n## `_type: {name}` {{ #{anchor} }}\n\n{inspect.getdoc(component.config_type)}\n\n"

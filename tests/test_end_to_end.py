@@ -17,8 +17,8 @@ from huggingface_hub import ModelCard as HubCard
 
 import jaxft
 from jaxft.cli import main
-from jaxft.report.records import read_run
 from jaxft.runs.console import Console
+from jaxft.runs.records import read_run
 
 ROOT = Path(__file__).parents[1]
 MAX_DIFFERENCE = 1e-5  # nats, between sampler and trainer in float32

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.serving.frameworks import WRAPPERS
+from jaxft.rollout.frameworks import WRAPPERS
 from scripts.check_extras import APART, PURPOSES, PYTHONS, declared_extras, named_packages, table_faults
 from scripts.check_package import repository_files, sdist_faults, wheel_faults
 

@@ -13,7 +13,7 @@ import jaxft
 from jaxft.errors import ConfigError
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.runs.console import Console
-from tests.serving.test_remote import completion, server  # noqa: F401  (a fixture, used by name)
+from tests.rollout.test_remote import completion, server  # noqa: F401  (a fixture, used by name)
 
 ROUNDS, MAX_TOKENS = 2, 5
 POLICY = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96}

@@ -13,12 +13,12 @@ from jaxft.environments.configs import (
     VerifiersRewardConfig,
     VerifiersWorkflowConfig,
 )
-from jaxft.harness.registry import DatasetConfig, EvaluatorConfig, WorkflowConfig, registry
+from jaxft.harness.registry import REGISTRY, DatasetConfig, EvaluatorConfig, WorkflowConfig
 
-registry.add(DatasetConfig, ReasoningGymDatasetConfig, "jaxft.environments.reasoning_gym:dataset")
-registry.add(EvaluatorConfig, ReasoningGymScoreConfig, "jaxft.environments.reasoning_gym:score")
-registry.add(DatasetConfig, VerifiersDatasetConfig, "jaxft.environments.verifiers:dataset")
-registry.add(WorkflowConfig, VerifiersWorkflowConfig, "jaxft.environments.verifiers:workflow")
-registry.add(EvaluatorConfig, VerifiersRewardConfig, "jaxft.environments.verifiers:reward")
-registry.add(WorkflowConfig, EnvironmentFactoryConfig, "jaxft.environments.factory:workflow")
-registry.add(EvaluatorConfig, EnvironmentRewardConfig, "jaxft.environments.factory:reward")
+REGISTRY.add(DatasetConfig, ReasoningGymDatasetConfig, "jaxft.environments.reasoning_gym:dataset")
+REGISTRY.add(EvaluatorConfig, ReasoningGymScoreConfig, "jaxft.environments.reasoning_gym:score")
+REGISTRY.add(DatasetConfig, VerifiersDatasetConfig, "jaxft.environments.verifiers:dataset")
+REGISTRY.add(WorkflowConfig, VerifiersWorkflowConfig, "jaxft.environments.verifiers:workflow")
+REGISTRY.add(EvaluatorConfig, VerifiersRewardConfig, "jaxft.environments.verifiers:reward")
+REGISTRY.add(WorkflowConfig, EnvironmentFactoryConfig, "jaxft.environments.factory:workflow")
+REGISTRY.add(EvaluatorConfig, EnvironmentRewardConfig, "jaxft.environments.factory:reward")

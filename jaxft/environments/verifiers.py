@@ -18,12 +18,12 @@ from typing import Any
 from jaxft.environments.configs import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig
 from jaxft.environments.extras import installed
 from jaxft.errors import ComponentError, ConfigError, DatasetError, one_line
+from jaxft.harness.addresses import Limits
 from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
+from jaxft.plugins import plugin
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import ENDPOINT, Episode, episode
-from jaxft.serving.app import make_app
-from jaxft.serving.transport import async_transport
-from jaxft.serving.wire import MAX_BODY_BYTES
+from jaxft.rollout.transport import async_transport
 
 HARNESS = "jaxft"
 """Id, for verifiers, of the harness that plays in this process."""
@@ -159,6 +159,7 @@ async def serve_policy(llm: ChatClient, episodes: "weakref.WeakValueDictionary[s
     verifiers names in each request the trace that it belongs to. A request that names none of `episodes` is refused.
     """
     web, httpx = installed("aiohttp.web"), installed("httpx")
+    make_app = plugin("jaxft.endpoint", "app")
     app = httpx.AsyncClient(transport=async_transport(httpx, make_app({llm.name: llm})), timeout=None)
 
     async def forward(request: Any) -> Any:
@@ -171,7 +172,7 @@ async def serve_policy(llm: ChatClient, episodes: "weakref.WeakValueDictionary[s
             body=reply.content, status=reply.status_code, content_type=reply.headers["content-type"].partition(";")[0]
         )
 
-    server = web.Application(client_max_size=MAX_BODY_BYTES)
+    server = web.Application(client_max_size=Limits().max_body_bytes)
     server.router.add_post("/v1/{path:.*}", forward)
     runner = web.AppRunner(server, access_log=None, handler_cancellation=True)
     await runner.setup()

@@ -11,6 +11,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any
 
+from jaxft import rollout
 from jaxft.errors import (
     CheckFailed,
     ComponentError,
@@ -27,6 +28,7 @@ from jaxft.errors import (
     WorkerError,
     user_code,
 )
+from jaxft.harness.addresses import reachable_url
 from jaxft.harness.config import Config, validation_config
 from jaxft.harness.config_builder import ConfigBuilder
 from jaxft.harness.config_types import ServeConfig
@@ -43,6 +45,7 @@ from jaxft.harness.evaluators import (
     evaluator_of,
 )
 from jaxft.harness.registry import (
+    REGISTRY,
     ComponentConfig,
     DatasetConfig,
     EvaluatorConfig,
@@ -53,14 +56,13 @@ from jaxft.harness.registry import (
     TrainerConfig,
     TrajectoryBuilderConfig,
     WorkflowConfig,
-    registry,
 )
 from jaxft.hosts.start import current_ring
+from jaxft.plugins import plugin
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.loggers import Loggers, RunLogger
-from jaxft.serving.addresses import reachable_url
 
 # Paths of the components whose factories are running, outermost first. Every component is made in its own task, and so
 # in its own context, which holds the component's ancestors only.
@@ -135,7 +137,7 @@ class ComponentBuilder(ConfigBuilder):
         Args:
             name: its name in the configuration.
             wrapper_type: framework whose client of the model is returned, such as `openai` or `langchain` (the keys of
-                `jaxft.serving.frameworks.WRAPPERS`); None for the model itself.
+                `jaxft.rollout.frameworks.WRAPPERS`); None for the model itself.
 
         Raises:
             ComponentError: the framework is unknown or not installed.
@@ -145,10 +147,7 @@ class ComponentBuilder(ConfigBuilder):
         llm = await self._get("llms", name, LLMConfig, object)
         if wrapper_type is None:
             return llm
-        # Imported here, as it imports JAX, which configurations without a policy do not need.
-        from jaxft.serving.frameworks import client_of
-
-        return client_of(llm, wrapper_type)
+        return rollout.client_of(llm, wrapper_type)
 
     async def get_server_url(self, default: ServeConfig | None = None, port: int | None = None) -> str:
         """Return the address of the server of this run's language models, which is started if it does not run yet.
@@ -181,21 +180,18 @@ class ComponentBuilder(ConfigBuilder):
         ring = current_ring()
         if ring is not None and config.port:  # several processes of a machine
             config = config.model_copy(update={"port": config.port + ring.process_id})
-        # Imported here, as they import JAX and packages of an extra, which a run without a server does not need.
         try:
-            from jaxft.rollout.language_model import LanguageModel
-            from jaxft.serving.app import make_app
-            from jaxft.serving.server import Server
+            make_app, make_server = plugin("jaxft.endpoint", "app"), plugin("jaxft.endpoint", "server")
         except ImportError as error:
             raise ComponentError(f'the server of llms needs packages ({error}): pip install "jaxft[serve]"') from None
         made = {name: await self.get_llm(name) for name in self.config.llms}
-        llms = {name: llm for name, llm in made.items() if isinstance(llm, LanguageModel)}
+        llms = {name: llm for name, llm in made.items() if isinstance(llm, rollout.LanguageModel)}
         if not llms:
             raise ConfigError(
                 ["llms: none of them is of this process, such as one of type local_policy: nothing to serve"]
             )
         try:
-            server = Server(make_app(llms), **config.server_arguments())
+            server = make_server(make_app(llms), **config.server_arguments())
         except (OSError, UnicodeError) as error:  # the second for a name that DNS cannot hold
             place = f"{config.host}:{config.port}"
             reason = error.strerror if isinstance(error, OSError) else error
@@ -435,7 +431,7 @@ class ComponentBuilder(ConfigBuilder):
         return await asyncio.shield(self._components[place])
 
     async def _make(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
-        factory = registry.find(base, config.type_name or "").load()
+        factory = REGISTRY.find(base, config.type_name or "").load()
         what = f"{place} ({config.type_name})"
         generator = factory(config, self)
         self.console.status(f"making {what}")

@@ -46,6 +46,7 @@ from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.evaluators import weighted_sum_faults
 from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, with_fields_expanded
 from jaxft.harness.registry import (
+    REGISTRY,
     ComponentConfig,
     DatasetConfig,
     EvaluatorConfig,
@@ -58,7 +59,6 @@ from jaxft.harness.registry import (
     import_installed,
     import_module,
     locate_module,
-    registry,
 )
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.redaction import map_texts, redacted
@@ -268,7 +268,7 @@ def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], s
     faults = ConfigErrors()
     override(mapping, overrides, faults)
     import_installed()
-    types = {name: registry.find(LLMConfig, name).config_type for name in registry.names(LLMConfig)}
+    types = {name: REGISTRY.find(LLMConfig, name).config_type for name in REGISTRY.names(LLMConfig)}
     elsewhere = [name for name, kind in types.items() if issubclass(kind, LLMConfig) and kind.sharding_table is None]
     llms = _section(mapping, "llms")
     served = {name: llm for name, llm in llms.items() if not (isinstance(llm, dict) and llm.get("_type") in elsewhere)}

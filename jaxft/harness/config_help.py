@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from jaxft.harness.config_types import ConfigModel
-from jaxft.harness.registry import KINDS, ComponentConfig, registry
+from jaxft.harness.registry import KINDS, REGISTRY, ComponentConfig
 
 SECTIONS = {
     "llm": "llms.<name>",
@@ -43,7 +43,7 @@ def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -
         values = _item(values, part)
         component = _model(annotation)
         if component in KINDS and isinstance(values, dict):
-            annotation = registry.find(component, values["_type"]).config_type
+            annotation = REGISTRY.find(component, values["_type"]).config_type
     model = _model(annotation)
     return [] if model is None else list(model.model_fields)
 
@@ -68,8 +68,8 @@ def describe(root: type[ConfigModel]) -> str:
     """Describe every field with type, default and description: the sections of the tree, then registered components."""
     lines = ["Fields of the configuration (set one with --set path=value):", *_lines(root)]
     for base in KINDS:
-        for name in registry.names(base):
-            config_type = registry.find(base, name).config_type
+        for name in REGISTRY.names(base):
+            config_type = REGISTRY.find(base, name).config_type
             lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_lines(config_type)]
     return "\n".join(lines)
 

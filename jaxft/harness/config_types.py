@@ -25,8 +25,8 @@ from pydantic_core import PydanticCustomError
 
 from jaxft.errors import did_you_mean
 from jaxft.files import home_path
+from jaxft.harness.addresses import Limits, is_loopback
 from jaxft.rollout.recorder import is_episode_token
-from jaxft.serving.addresses import Limits, is_loopback
 
 
 class ConfigModel(BaseModel):

@@ -1,11 +1,12 @@
 """The verb `doctor`: what this machine has, and whether a run can compute and write here."""
 
+import argparse
 import importlib.metadata
 import os
 import pkgutil
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from packaging.requirements import Requirement
 
 from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
-from jaxft.harness.config import Config
-from jaxft.harness.registry import ENTRY_POINTS, KINDS, import_installed, registry
+from jaxft.harness.config import Config, load_config
+from jaxft.harness.registry import ENTRY_POINTS, KINDS, REGISTRY, import_installed
+from jaxft.harness.runtime import exit_code_of
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import environment, version
@@ -24,6 +26,16 @@ DEVELOPMENT = frozenset({"test", "dev", "docs"})
 """Extras for work on jaxft itself, which nobody else misses."""
 ACCELERATORS = {"/dev/nvidiactl": ("an NVIDIA GPU", "cuda"), "/dev/accel0": ("a TPU", "tpu")}
 """Files by which Linux shows an accelerator: its name, and the extra with which jax uses it."""
+
+
+def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Check this machine as the command line asks for, and return the exit code."""
+
+    async def main() -> None:
+        config = None if parsed.config_file is None else load_config(parsed.config_file, parsed.override)
+        doctor(config, sharding=parsed.sharding)
+
+    return exit_code_of(main, title="doctor")
 
 
 def doctor(config: Config | None, *, sharding: bool = False) -> None:
@@ -43,7 +55,7 @@ def doctor(config: Config | None, *, sharding: bool = False) -> None:
     entries = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
     show(f"{'packages':<14} {', '.join(sorted(entries))}")
     for kind in KINDS:
-        show(f"{kind.component_kind:<14} {', '.join(registry.names(kind)) or 'none'}")
+        show(f"{kind.component_kind:<14} {', '.join(REGISTRY.names(kind)) or 'none'}")
     _show_devices(show)
     _show_compile_cache(show)
     _check_writable(show, Path.cwd() / "runs" if config is None else config.finetuning.output_dir)

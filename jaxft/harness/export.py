@@ -1,12 +1,15 @@
 """The verb `export`: the model of a run, or any other one, in Hugging Face's file format."""
 
+import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jaxft.errors import ConfigError
+from jaxft.harness.runtime import exit_code_of
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_merged, load_model
@@ -14,6 +17,15 @@ from jaxft.models.model_card import Weights, card_of_copy, card_text
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.runs.console import Console
+
+
+def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Export the model that the command line names, and return the exit code."""
+
+    async def main() -> None:
+        export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
+
+    return exit_code_of(main, title="export")
 
 
 def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:

@@ -11,9 +11,7 @@
 In a configuration `_type: my_evaluator` chooses it.
 """
 
-import functools
 import importlib
-import importlib.metadata
 import inspect
 import pkgutil
 import sys
@@ -32,6 +30,7 @@ from jaxft.harness.config_types import (
     config_error,
     kind_of,
 )
+from jaxft.plugins import plugins
 
 
 class ComponentConfig(ConfigModel):
@@ -259,7 +258,7 @@ def _place_of(factory: Factory) -> str:
     return f"{factory.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-registry = Registry()
+REGISTRY = Registry()
 """All components of this process."""
 
 
@@ -273,10 +272,10 @@ def chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
             raise config_error(f"must be a mapping with '_type' (holds {kind_of(value)})")
         type_name = value.get("_type")
         if not isinstance(type_name, str):
-            names = ", ".join(registry.names(base)) or "none"
+            names = ", ".join(REGISTRY.names(base)) or "none"
             raise config_error(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
         try:
-            config_type = registry.find(base, type_name).config_type
+            config_type = REGISTRY.find(base, type_name).config_type
         except ConfigError as error:
             raise config_error(str(error)) from None
         fields = {name: field for name, field in value.items() if name != "_type"}
@@ -288,7 +287,7 @@ def chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
 def _decorator(base: type[ComponentConfig]) -> Callable[..., Callable[[F], F]]:
     def register(*, config_type: type[ComponentConfig]) -> Callable[[F], F]:
         def decorate(factory: F) -> F:
-            registry.add(base, config_type, factory)
+            REGISTRY.add(base, config_type, factory)
             return factory
 
         return decorate
@@ -309,21 +308,13 @@ register_logger = _decorator(LoggerConfig)
 ENTRY_POINTS = "jaxft.components"
 
 
-@functools.cache
 def import_installed() -> None:
     """Import the entry points of the group `jaxft.components` of all installed packages, once per process.
 
     Raises:
         ConfigError: one of them cannot be imported.
     """
-    for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
-        try:
-            with user_code():
-                entry.load()
-        except UserCodeError as failure:
-            raise ConfigError(
-                [f"entry point '{entry.name}' ({entry.value}) cannot be imported:{_why(failure)}"]
-            ) from failure.error
+    plugins(ENTRY_POINTS)
 
 
 def locate_module(name: Any) -> Any:
@@ -359,15 +350,7 @@ def import_module(name: str) -> None:
         with user_code():
             module = importlib.import_module(path.stem if is_path else location)
     except UserCodeError as failure:
-        raise ConfigError([f"the module '{name}' cannot be imported:{_why(failure)}"]) from failure.error
+        raise ConfigError([f"the module '{name}' cannot be imported:{failure.where}"]) from failure.error
     file = path / "__init__.py" if path.is_dir() else path
     if is_path and Path(module.__file__ or "").resolve() != file.resolve():
         raise ConfigError([f"the module '{name}' is {module.__file__}, not {file}: rename one of them"])
-
-
-def _why(failure: UserCodeError) -> str:
-    """Return the end of the traceback; for a syntax error its position, as no code has run."""
-    error = failure.error
-    if isinstance(error, SyntaxError):
-        return f" {error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    return f"\n{failure.tail}"

@@ -35,10 +35,10 @@ from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
 from jaxft.harness.process import OptionParser, prepare_process
-from jaxft.harness.registry import registry
+from jaxft.harness.registry import REGISTRY
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
-from jaxft.harness.sweep import Program, execute, is_sweep, list_runs, prepare, shares_of, sweep_arguments
+from jaxft.harness.verbs import installed_verbs
 from jaxft.hosts.start import VARIABLES, Place, find_place, join, leave
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
@@ -125,7 +125,9 @@ def run_arguments(
     )
     existing.add_argument("--resume", action="store_true", help="continue the run in the output directory")
     if is_script:
-        sweep_arguments(parser)
+        for verb in installed_verbs().values():
+            if verb.takes_over is not None:
+                verb.add_arguments(parser)
     return parser
 
 
@@ -173,62 +175,35 @@ def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[
         parser: made by `run_arguments`.
         arguments: by default those of the process.
     """
-    parsed = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parsed = parser.parse_args(given)
     try:
-        if is_sweep(parsed):
-            given = sys.argv[1:] if arguments is None else list(arguments)
-            return run_sweep(_this_script(), parsed, given)
+        for verb in installed_verbs().values():
+            if verb.takes_over is not None and verb.takes_over(parsed):
+                return verb(parsed, given)
     except ConfigError as error:
-        return _complain(f"error: {error}", error.exit_code)
-    run = _run_of(parsed)
+        return complain(f"error: {error}", error.exit_code)
+    return run_parsed(main, parsed, [sys.argv[0], *given])
+
+
+def run_parsed(main: Main, parsed: argparse.Namespace, command: Sequence[str]) -> int:
+    """Load the configuration of parsed arguments, run `main(config, arguments)`, and return the exit code.
+
+    Args:
+        main: the program.
+        parsed: arguments that a parser of `run_arguments` made.
+        command: the whole command line, with the program's name; what resumes the run is made from it.
+    """
 
     async def load_and_run() -> None:
-        config = config_of(run)
+        config = config_of(parsed)
         if resume_command.get() is None:
-            resume_command.set(command_to_resume(sys.argv if arguments is None else [sys.argv[0], *arguments]))
+            resume_command.set(command_to_resume(command))
         config_file.set(parsed.config_file)
         await main(config, parsed)
 
     processes = processes_of(parsed)
     return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level, processes=processes)
-
-
-def run_sweep(program: Program, parsed: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Make the runs of a sweep, each in a process of its own, and return the exit code: 1 if one of them failed.
-
-    Args:
-        program: the program of each run.
-        parsed: the parsed arguments of `run_arguments` and `sweep_arguments`.
-        arguments: the arguments as they were given; those that are not of the sweep are passed on.
-    """
-    run, jobs = _run_of(parsed), parsed.jobs or 1
-    Console().message(f"jaxft {version('jaxft') or '(not installed)'}: sweep {parsed.config_file}")
-    try:
-        sweep = prepare(
-            parsed, program, arguments, lambda settings: config_of(run.model_copy(update={"override": settings}))
-        )
-        shares = shares_of(sweep, jobs)
-    except KeyboardInterrupt:
-        return _complain("interrupted; nothing was started", 128 + signal.SIGINT)
-    except JaxftError as error:
-        return _complain(f"error: {error}", error.exit_code)
-    if parsed.dry_run:
-        list_runs(sweep, len(shares), Console().message)
-        return 0
-    return exit_code_of(
-        lambda: execute(sweep, jobs, fail_fast=parsed.fail_fast), log_level=parsed.log_level, computes=False
-    )
-
-
-def _run_of(parsed: argparse.Namespace) -> FinetuneRunConfig:
-    return FinetuneRunConfig.model_validate({name: vars(parsed)[name] for name in FinetuneRunConfig.model_fields})
-
-
-def _this_script() -> Program:
-    """Return the script of this process, with the options of its interpreter."""
-    before = len(sys.orig_argv) - len(sys.argv) + 1  # all but the script's own arguments
-    shown = ("python", *sys.orig_argv[1:before])
-    return Program((sys.executable, *sys.orig_argv[1:before]), shown, shown)
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
@@ -250,12 +225,17 @@ def command_to_resume(arguments: Sequence[str]) -> str:
     return shlex.join(["python", *kept, "--resume"])
 
 
-def config_of(run: FinetuneRunConfig) -> Config:
+def config_of(parsed: argparse.Namespace, overrides: Sequence[tuple[str, str]] | None = None) -> Config:
     """Return the configuration of a command line.
+
+    Args:
+        parsed: arguments that a parser of `run_arguments` made.
+        overrides: paths and values in the place of those of `--set`; None: those.
 
     Raises:
         ConfigError: the configuration has errors; the message lists all of them with their paths.
     """
+    run = FinetuneRunConfig.model_validate({name: vars(parsed)[name] for name in FinetuneRunConfig.model_fields})
     agent = None if run.endpoint is None else {"_type": "http_agent", "url": run.endpoint}
     options = {
         "workflow": agent,
@@ -272,7 +252,10 @@ def config_of(run: FinetuneRunConfig) -> Config:
         if value is not None
     ]
     return load_config(
-        run.config_file, [*said, *run.override], dataset=run.dataset, validation_dataset=run.validation_dataset
+        run.config_file,
+        [*said, *(run.override if overrides is None else overrides)],
+        dataset=run.dataset,
+        validation_dataset=run.validation_dataset,
     )
 
 
@@ -310,7 +293,7 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    if record.levelno >= logging.WARNING or record.name.partition(".")[0] in {"jaxft", *registry.packages()}:
+    if record.levelno >= logging.WARNING or record.name.partition(".")[0] in {"jaxft", *REGISTRY.packages()}:
         return True
     folders = Path(record.pathname).parts
     is_installed = "site-packages" in folders or "dist-packages" in folders
@@ -344,7 +327,7 @@ def exit_code_of(
     try:
         place = None if processes is None else find_place(processes)
     except HostsError as error:
-        return _complain(f"error: {error}", error.exit_code)
+        return complain(f"error: {error}", error.exit_code)
     shutdown = Shutdown()
     if processes is not None:
         shutdown.processes = "".join(f" --{name} {shlex.quote(value)}" for name, value in processes.items() if value)
@@ -355,15 +338,15 @@ def exit_code_of(
                 console.message(f"jaxft {version('jaxft') or '(not installed)'}: {title}")
             run_until_signalled(main, shutdown, computes=computes, place=place)
     except Stopped as error:
-        return _complain(f"{error}\njaxft: {shutdown.message}", shutdown.exit_code)
+        return complain(f"{error}\njaxft: {shutdown.message}", shutdown.exit_code)
     except KeyboardInterrupt:
-        return _complain("interrupted", 128 + signal.SIGINT)
+        return complain("interrupted", 128 + signal.SIGINT)
     except asyncio.CancelledError:
         if shutdown.signal is None:
             raise
-        return _complain(shutdown.message, shutdown.exit_code)
+        return complain(shutdown.message, shutdown.exit_code)
     except JaxftError as error:
-        return _complain(f"error: {error}", error.exit_code)
+        return complain(f"error: {error}", error.exit_code)
     return 0
 
 
@@ -479,7 +462,8 @@ class DaemonThreads(ThreadPoolExecutor):
         return future
 
 
-def _complain(message: str, code: int) -> int:
+def complain(message: str, code: int) -> int:
+    """Show a message on standard error, and return the exit code."""
     print(f"jaxft: {message}", file=sys.stderr)
     return code
 

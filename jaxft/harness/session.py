@@ -49,7 +49,6 @@ from jaxft.hosts.accord import Accord
 from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_accord, current_ring
 from jaxft.redaction import hiding, redacted_values, redactor
-from jaxft.report.records import read_run
 from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import (
     CONFIG_FILE,
@@ -68,6 +67,7 @@ from jaxft.runs.directory import (
 from jaxft.runs.environment import environment, script, secrets_of_environment
 from jaxft.runs.loggers import LoggedRun, Loggers, Status
 from jaxft.runs.metrics import reward_figures
+from jaxft.runs.records import read_run
 
 MASKED, DIFFERENCES = "masked", "differences"
 """Keys of `environment.json`: the paths of secrets in the configuration, and its differences to the defaults."""

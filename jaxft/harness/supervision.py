@@ -23,7 +23,7 @@ from typing import Any
 
 import jaxft
 from jaxft.errors import UserCodeError, user_code
-from jaxft.harness.registry import registry
+from jaxft.harness.registry import REGISTRY
 from jaxft.harness.signals import current_shutdown
 from jaxft.rollout.recorder import Episode, episode_of, find_episode
 
@@ -306,7 +306,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
         if code.co_qualname == "Handle._run":
             return None
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        is_users = package in registry.packages() - {"jaxft"}  # installed, as those with an entry point are
+        is_users = package in REGISTRY.packages() - {"jaxft"}  # installed, as those with an entry point are
         if is_users or not is_library(code.co_filename):
             return f"{code.co_filename}:{line} in {code.co_name}"
     return None

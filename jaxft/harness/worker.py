@@ -223,7 +223,7 @@ class WorkerBuilder(ComponentBuilder):
         if wrapper_type is None:
             return llm
         # Imported here, as it needs an extra.
-        from jaxft.serving.frameworks import client_of
+        from jaxft.rollout.frameworks import client_of
 
         return client_of(llm, wrapper_type)
 

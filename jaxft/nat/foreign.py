@@ -13,7 +13,7 @@ from jaxft.harness.data_models import (
     TrainingJobStatus,
     TrajectoryCollection,
 )
-from jaxft.harness.registry import TrainerAdapterConfig, TrajectoryBuilderConfig, registry
+from jaxft.harness.registry import REGISTRY, TrainerAdapterConfig, TrajectoryBuilderConfig
 from jaxft.nat.conversion import from_toolkit_collection, from_toolkit_status, to_toolkit_collection
 from jaxft.nat.live import toolkit_episodes
 
@@ -115,5 +115,5 @@ async def foreign_adapter(config: ForeignAdapterConfig, builder: Any) -> AsyncIt
     yield ForeignAdapter(config)
 
 
-registry.add(TrajectoryBuilderConfig, ForeignBuilderConfig, foreign_builder)
-registry.add(TrainerAdapterConfig, ForeignAdapterConfig, foreign_adapter)
+REGISTRY.add(TrajectoryBuilderConfig, ForeignBuilderConfig, foreign_builder)
+REGISTRY.add(TrainerAdapterConfig, ForeignAdapterConfig, foreign_adapter)

@@ -31,7 +31,7 @@ from pydantic import BaseModel, Field
 from jaxft.errors import ComponentError, DatasetError
 from jaxft.harness import data_models
 from jaxft.harness.config import secrets_of
-from jaxft.harness.registry import DatasetConfig, EvaluatorConfig, WorkflowConfig, registry
+from jaxft.harness.registry import REGISTRY, DatasetConfig, EvaluatorConfig, WorkflowConfig
 from jaxft.redaction import map_texts
 from jaxft.rollout.recorder import Episode, episode, recording
 
@@ -327,6 +327,6 @@ def described(config: BaseModel) -> Any:
     return map_texts(plain, lambda text: MASK if text in secrets else text)
 
 
-registry.add(DatasetConfig, ToolkitDatasetConfig, toolkit_dataset)
-registry.add(WorkflowConfig, ToolkitWorkflowConfig, toolkit_workflow)
-registry.add(EvaluatorConfig, ToolkitEvaluatorConfig, toolkit_evaluator)
+REGISTRY.add(DatasetConfig, ToolkitDatasetConfig, toolkit_dataset)
+REGISTRY.add(WorkflowConfig, ToolkitWorkflowConfig, toolkit_workflow)
+REGISTRY.add(EvaluatorConfig, ToolkitEvaluatorConfig, toolkit_evaluator)

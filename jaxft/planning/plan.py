@@ -4,8 +4,9 @@ With compilers (`jaxft.planning.compiler`) the figures are the compilers' own. W
 sharding rules, and are marked as estimated.
 """
 
+import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ from jax.sharding import AbstractMesh
 
 from jaxft.core.sharding import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
-from jaxft.harness.config import Config
+from jaxft.harness import exit_code_of
+from jaxft.harness.config import Config, load_config
 from jaxft.models.attention import MOST_SCORES
 from jaxft.models.decoder import AUTO_REMATS, Remat
 from jaxft.models.flash import Choice
@@ -25,6 +27,7 @@ from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.programs import Programs, Run, mesh_shape
 from jaxft.planning.targets import Target, find_target
 from jaxft.planning.traffic import messages
+from jaxft.runs.console import Console
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.local_policy import dtypes_of, shape_of
 from jaxft.training.memory import peak, phases
@@ -246,6 +249,16 @@ def memory_limit(target: Target) -> int:
     if not 0.0 < fraction <= 1.0:
         raise ValueError(f"{' or '.join(GPU_FRACTIONS)} is {given!r}; wanted a number above 0 and up to 1")
     return int(target.chip.memory_bytes * fraction)
+
+
+def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Show the plan that the command line asks for, and return the exit code."""
+
+    async def main() -> None:
+        config = load_config(parsed.config_file, parsed.override)
+        plan(config, parsed.target, parsed.compiler, Console().message)
+
+    return exit_code_of(main, title="plan")
 
 
 def plan(config: Config, target_name: str, interpreter: Path | None, show: Callable[[str], object]) -> None:

@@ -3,8 +3,10 @@
 import argparse
 import shutil
 import sys
+from collections.abc import Sequence
 
 from jaxft.files import json_bytes
+from jaxft.harness import exit_code_of
 from jaxft.report.comparison import compare_runs, comparison_json
 from jaxft.report.comparison_files import check_folder, default_folder, write_comparison, write_json
 from jaxft.report.comparison_text import comparison_text
@@ -29,6 +31,15 @@ def compare(arguments: argparse.Namespace) -> None:
     if arguments.json is not None:
         files.append(write_json(json_bytes(comparison_json(comparison, arguments.x), indent=2), arguments.json))
     console.message("\n".join(f"written to {file}" for file in files))
+
+
+def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Compare runs, and return the exit code."""
+
+    async def main() -> None:
+        compare(parsed)
+
+    return exit_code_of(main, title="compare")
 
 
 def _width() -> int:

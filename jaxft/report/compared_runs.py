@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxft.errors import RunDirectoryError
-from jaxft.report.records import Row, RunRecords, flat, read_run
 from jaxft.runs.directory import CONFIG_FILE, LOG_FILE
+from jaxft.runs.records import Row, RunRecords, flat, read_run
 
 COMPARISON_FILE = "compare.json"
 COMPARISON_KIND = "jaxft comparison"

@@ -19,9 +19,9 @@ from jaxft.report.charts import (
 )
 from jaxft.report.markup import Markup, byte_count, duration, joined, number, tag
 from jaxft.report.page import charts, details, notice, section, subheading, table
-from jaxft.report.records import Row, RunRecords
 from jaxft.report.samples import Place, questions
 from jaxft.runs.metrics import NAMED_REWARD
+from jaxft.runs.records import Row, RunRecords
 
 IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss", ("loss",)),

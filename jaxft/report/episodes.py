@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from jaxft.report.charts import bucket, shortened
 from jaxft.report.markup import escaped, number, visible
-from jaxft.report.records import Row
 from jaxft.report.samples import question_of
+from jaxft.runs.records import Row
 
 MAX_SHADED_TOKENS = 4000
 """Largest number of tokens of an answer that are shaded; the others are shown as text."""

@@ -8,9 +8,9 @@ from typing import Any
 from jaxft.report.charts import is_finite
 from jaxft.report.markup import Markup, duration, number, tag, visible
 from jaxft.report.page import code, details, facts, notice, section, subheading, table, tiles
-from jaxft.report.records import Row, RunRecords
 from jaxft.report.samples import Place, read_episodes
 from jaxft.runs.metrics import NAMED_REWARD, reward_figures
+from jaxft.runs.records import Row, RunRecords
 
 MAX_ROWS = 30
 MAX_LOG_LINES = 200

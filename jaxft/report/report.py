@@ -21,9 +21,9 @@ from jaxft.report.curves import curves_section, rewards_section, timings_section
 from jaxft.report.markup import tag
 from jaxft.report.overview import configuration_section, faults_section, header
 from jaxft.report.page import page
-from jaxft.report.records import RunRecords, read_run
 from jaxft.report.samples import find_episodes
 from jaxft.runs.directory import SAMPLES_FILE
+from jaxft.runs.records import RunRecords, read_run
 
 REPORT_FILE = "report.html"
 MAX_EPISODES = 10_000

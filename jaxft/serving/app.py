@@ -1,7 +1,7 @@
 """An ASGI app that serves language models by OpenAI's and Anthropic's APIs.
 
 A call is recorded in the episode of its caller: the current one where the app runs in the caller's context
-(`jaxft.serving.transport`), else the one that its base URL (`/e/<token>/v1`) or key names; see `Episode.base_url`.
+(`jaxft.rollout.transport`), else the one that its base URL (`/e/<token>/v1`) or key names; see `Episode.base_url`.
 A client that goes away cancels its call, whose slot is free at the next step of the engine.
 """
 

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from jaxft.errors import ConfigError, RequestError, UserCodeError, did_you_mean,
 from jaxft.harness.commands import open_models
 from jaxft.harness.config import load_models
 from jaxft.harness.registry import import_module
+from jaxft.harness.runtime import exit_code_of
 from jaxft.harness.signals import current_shutdown
 from jaxft.rollout.chat_request import ChatRequest, Reply
 from jaxft.rollout.client import ChatClient
@@ -38,6 +39,12 @@ MAX_ROUNDS = 20
 WANTED = "a tool needs a docstring that says what it does, and a type hint and a line under 'Args:' for each argument"
 
 Functions = Mapping[str, Callable[..., Any]]
+
+
+def run_chat(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Talk to the model that the command line names, and return the exit code; standard output is for the answers."""
+    title = f"chat {parsed.source}" if sys.stdin.isatty() else None
+    return exit_code_of(lambda: chat(parsed), title=title, log_level="warning", on_stderr=True)
 
 
 async def chat(arguments: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxft.errors import ConfigError
 from jaxft.rollout.recorder import episode
+from jaxft.rollout.transport import http_library
 from jaxft.shipped.configs import HTTPAgentConfig
 
 MAX_RESPONSE_BYTES = 2**24
@@ -30,9 +31,6 @@ async def http_agent(
         raise ConfigError([f"workflow.llm: is null: name one of the {len(llms)} entries of llms: {', '.join(llms)}"])
     model = llms[0] if config.llm is None else config.llm
     await builder.get_server_url()
-    # Imported here, as it needs an extra, without which the line above has raised an error.
-    from jaxft.serving.transport import http_library
-
     http: Any = http_library()
     key = None if config.api_key is None else config.api_key.get_secret_value()
     # Each episode has a connection of its own: servers close one after an error, or when it was idle, without a word.

@@ -1,5 +1,7 @@
 """Finds the model that `jaxft chat` and `jaxft serve` are given: that of a run, of a folder, or of the hub."""
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,10 @@ from pydantic import ValidationError
 from jaxft.core.sharding import platform_of
 from jaxft.errors import ConfigError
 from jaxft.files import MANIFEST
+from jaxft.harness.commands import serve
+from jaxft.harness.config import load_models
 from jaxft.harness.config_merge import ConfigErrors, expanded, read_layers
+from jaxft.harness.runtime import exit_code_of
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
@@ -21,6 +26,17 @@ from jaxft.shipped.local_policy import dtypes_of
 
 CONTEXT_TOKENS = 4096
 """Default context of a model without a run."""
+
+
+def run_serve(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Serve the models that the command line names until a signal comes, and return the exit code."""
+
+    async def main() -> None:
+        source = parsed.source or parsed.config_file
+        models = read_layers(source) if parsed.source is None else models_of(source)
+        await serve(load_models(models, parsed.override, str(source)), parsed.port)
+
+    return exit_code_of(main, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
 
 
 def models_of(source: Path, *, context_tokens: int | None = None) -> dict[str, Any]:

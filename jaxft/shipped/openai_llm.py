@@ -18,7 +18,7 @@ async def openai_llm(config: OpenAILLMConfig, builder: Any) -> AsyncIterator[Any
     try:
         import openai
 
-        from jaxft.serving.remote import RemoteClient
+        from jaxft.rollout.remote import RemoteClient
     except ImportError as error:
         raise ComponentError(
             f'llms.{name} (openai): needs the package openai ({error}): pip install "jaxft[openai]"'

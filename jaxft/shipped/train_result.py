@@ -12,8 +12,8 @@ from jaxft.files import home_path
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.load import load_merged, load_model
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-from jaxft.report.records import RunRecords, read_run
 from jaxft.runs.directory import PLOT_FILE
+from jaxft.runs.records import RunRecords, read_run
 
 RUNS = "runs/train-{}"
 """Folder of a run that is given none."""

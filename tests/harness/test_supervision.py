@@ -16,7 +16,6 @@ import pytest
 from jaxft.cli import main
 from jaxft.errors import UserCodeError
 from jaxft.harness import supervision
-from jaxft.harness.registry import registry
 from jaxft.harness.signals import Shutdown, _shutdown
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.supervision import Supervisor

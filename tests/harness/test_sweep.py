@@ -13,7 +13,7 @@ from filelock import FileLock
 from jaxft.cli import main
 from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.runtime import run_arguments, run_script
-from jaxft.harness.sweep_jobs import last_lines
+from jaxft.report.sweep_jobs import last_lines
 from jaxft.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]

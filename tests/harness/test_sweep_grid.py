@@ -2,7 +2,7 @@ import pytest
 
 from jaxft.errors import ConfigError
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.harness.sweep_grid import Seeds, make_grid, parse_seeds, read_list, split_alternatives, yaml_text
+from jaxft.report.sweep_grid import Seeds, make_grid, parse_seeds, read_list, split_alternatives, yaml_text
 
 LOSS, RATE = "trainer_adapters.local.loss.name", "trainer_adapters.local.optimizer.learning_rate"
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from jaxft.errors import ConfigError
-from jaxft.harness.sweep_jobs import Share, divide_machine, last_lines, progress_of, run_jobs, visible_gpus
-from jaxft.harness.sweep_state import SweepRun
+from jaxft.report.sweep_jobs import Share, divide_machine, last_lines, progress_of, run_jobs, visible_gpus
+from jaxft.report.sweep_state import SweepRun
 
 
 def make_run(tmp_path, name, program, **state):
@@ -120,9 +120,9 @@ def test_a_gpu_is_for_one_run_unless_the_user_has_divided_its_memory(monkeypatch
 
 def test_without_the_plugin_no_gpu_is_seen(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("jaxft.harness.sweep_jobs.PLUGINS", ("no-such-plugin",))
+    monkeypatch.setattr("jaxft.report.sweep_jobs.PLUGINS", ("no-such-plugin",))
     assert visible_gpus() == []
-    monkeypatch.setattr("jaxft.harness.sweep_jobs.PLUGINS", ("pytest",))
+    monkeypatch.setattr("jaxft.report.sweep_jobs.PLUGINS", ("pytest",))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     assert visible_gpus() == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -10,10 +10,10 @@ import pytest
 
 from jaxft.errors import PolicyError
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.recorder import Episode, outside_calls, recording
 from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.app import make_app
-from jaxft.serving.frameworks import client_of
 from jaxft.serving.wire import MAX_BODY_BYTES
 
 pytestmark = pytest.mark.usefixtures("no_sockets")

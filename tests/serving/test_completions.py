@@ -8,11 +8,11 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from jaxft.rollout.chat_request import CompletionRequest, Delta, Reply
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.recorder import Episode, recording
 from jaxft.rollout.sequences import episode_messages, token_sequences
 from jaxft.serving.completions import FIELDS, TextChunkWriter, parse_completion, text_completion
 from jaxft.serving.fields import KINDS
-from jaxft.serving.frameworks import client_of
 from jaxft.serving.wire import APIError, encode
 
 pytestmark = pytest.mark.usefixtures("no_sockets")

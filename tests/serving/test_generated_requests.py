@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.recorder import recording
 from jaxft.serving import chat_completions, completions, messages_api, responses_fields
-from jaxft.serving.frameworks import client_of
 
 pytestmark = [
     pytest.mark.usefixtures("no_sockets"),

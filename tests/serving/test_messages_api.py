@@ -14,6 +14,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import ENDPOINT, Episode, recording
 from jaxft.rollout.sequences import token_sequences
+from jaxft.rollout.transport import async_transport
 from jaxft.serving.app import make_app
 from jaxft.serving.fields import KINDS
 from jaxft.serving.messages_api import (
@@ -26,7 +27,6 @@ from jaxft.serving.messages_api import (
     message_json,
     parse_messages,
 )
-from jaxft.serving.transport import async_transport
 from jaxft.serving.wire import MAX_BODY_BYTES, APIError, encode
 
 pytestmark = pytest.mark.usefixtures("no_sockets")

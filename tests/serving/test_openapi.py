@@ -6,11 +6,11 @@ import json
 import pytest
 
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.recorder import Episode, recording
 from jaxft.serving import chat_completions, completions, messages_api, responses_fields
 from jaxft.serving.app import DIALECTS
 from jaxft.serving.fields import COMMON, KINDS
-from jaxft.serving.frameworks import client_of
 from jaxft.serving.openapi import OF_EVERY_ROUTE
 
 TABLES = {

@@ -10,11 +10,11 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from jaxft.rollout.chat_request import Delta, Reply
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import Episode, recording
 from jaxft.rollout.sequences import token_sequences
 from jaxft.serving.fields import KINDS
-from jaxft.serving.frameworks import client_of
 from jaxft.serving.responses_api import ResponseWriter, parse_responses, response_json
 from jaxft.serving.responses_fields import FIELDS, ITEMS, PARTS, TOOL
 from jaxft.serving.wire import APIError, encode

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 import jaxft.serving.server as server_module
+from jaxft.harness.addresses import Limits
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, recording
-from jaxft.serving.addresses import Limits
 from jaxft.serving.app import make_app
 from jaxft.serving.guard import BODIES_AT_ONCE
 from jaxft.serving.server import Server

@@ -21,7 +21,7 @@ from jaxft.models.hf import save_model
 from jaxft.models.load import init_model
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
-from jaxft.serving.remote import RemoteClient
+from jaxft.rollout.remote import RemoteClient
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.teacher import load_teacher

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxft.serving.transport import async_transport, sync_transport
+from jaxft.rollout.transport import async_transport, sync_transport
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from jaxft.errors import ConfigError
 from jaxft.harness.signals import current_shutdown
-from jaxft.harness.sweep_state import SweepRun
 from jaxft.hosts.launch import START
+from jaxft.report.sweep_state import SweepRun
 from jaxft.runs.directory import METRICS_FILE
 
 TAIL_BYTES = 8192

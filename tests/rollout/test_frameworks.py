@@ -11,10 +11,10 @@ import pytest
 
 from jaxft.errors import ComponentError
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.recorder import Episode, recording
+from jaxft.rollout.remote import RemoteClient
 from jaxft.rollout.sequences import token_sequences
-from jaxft.serving.frameworks import client_of
-from jaxft.serving.remote import RemoteClient
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 

@@ -17,9 +17,10 @@ import openai
 
 from jaxft.errors import RemoteModelError, one_line
 from jaxft.rollout.calls import RemoteCall
+from jaxft.rollout.frameworks import Connection, RemoteModel
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import Episode, find_episode
-from jaxft.serving.transport import http_library
+from jaxft.rollout.transport import http_library
 
 P = ParamSpec("P")
 
@@ -92,7 +93,7 @@ def _blocking(
     return chat_sync
 
 
-class RemoteClient:
+class RemoteClient(RemoteModel):
     """Chats with a model on a server, and makes recording clients of it for frameworks.
 
     Attributes:
@@ -214,6 +215,18 @@ class RemoteClient:
             max_retries=self.max_retries,
             timeout=self.timeout_seconds,
             http_client=self.http_client_sync(),
+        )
+
+    def connection(self) -> Connection:
+        """Return the way to the model, for the client of a framework."""
+        return Connection(
+            model=self.model,
+            base_url=self.base_url,
+            api_key=self.api_key,
+            max_retries=self.max_retries,
+            timeout_seconds=self.timeout_seconds,
+            http_client=self.http_client(),
+            http_client_sync=self.http_client_sync(),
         )
 
     def http_client(self) -> Any:

@@ -19,7 +19,7 @@ from jaxft.harness.evaluation import Evaluation
 from jaxft.redaction import hiding
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import TRAINING, Episode, episode, outside_calls, recording
-from jaxft.serving.remote import RemoteClient, RemoteReply
+from jaxft.rollout.remote import RemoteClient, RemoteReply
 
 KEY = "sk-TEST-SENTINEL"
 ASKED = [{"role": "user", "content": "2 + 2?"}]

@@ -1,21 +1,21 @@
 """Clients of agent frameworks for the language models of a configuration: each is what its framework calls a model.
 
-Those of the policy reach it in this process (`jaxft.serving.transport`), wait for it without a time-out, and never
+Those of the policy reach it in this process (`jaxft.rollout.transport`), wait for it without a time-out, and never
 repeat a request. Those of a remote model have its retries and time-out, and their calls are recorded like its own.
 Frameworks are imported when they are asked for; each is an extra of jaxft.
 """
 
+import abc
+import pkgutil
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxft.errors import ComponentError, did_you_mean
+from jaxft.plugins import plugin
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import ENDPOINT
-from jaxft.serving.transport import async_transport, http_library, sync_transport
-
-if TYPE_CHECKING:
-    from jaxft.serving.remote import RemoteClient
+from jaxft.rollout.transport import async_transport, http_library, sync_transport
 
 
 class Connection(NamedTuple):
@@ -41,7 +41,15 @@ class Connection(NamedTuple):
     max_context_tokens: int | None = None
 
 
-def client_of(llm: "LanguageModel | RemoteClient", wrapper_type: str | Enum) -> Any:
+class RemoteModel(abc.ABC):
+    """A language model on a server that speaks OpenAI's API."""
+
+    @abc.abstractmethod
+    def connection(self) -> Connection:
+        """Return the way to the model, with new HTTP clients."""
+
+
+def client_of(llm: LanguageModel | RemoteModel, wrapper_type: str | Enum) -> Any:
     """Return a client of a framework for a language model.
 
     Args:
@@ -56,30 +64,16 @@ def client_of(llm: "LanguageModel | RemoteClient", wrapper_type: str | Enum) -> 
         raise ComponentError(f"wrapper_type {name!r} is unknown{did_you_mean(str(name), WRAPPERS, what='known are')}")
     wrap, extra = WRAPPERS[name]
     try:
-        return wrap(_connect(llm))
+        return wrap(llm.connection() if isinstance(llm, RemoteModel) else _connection_in_process(llm))
     except ImportError as error:
         reason = str(error).partition("\n")[0]
         raise ComponentError(f'wrapper_type {name!r}: {reason}; install it by: pip install "jaxft[{extra}]"') from error
 
 
-def _connect(llm: "LanguageModel | RemoteClient") -> Connection:
-    # Imported here, as they need an extra.
-    from jaxft.serving.app import make_app
-    from jaxft.serving.remote import RemoteClient
-
-    if isinstance(llm, RemoteClient):
-        return Connection(
-            model=llm.model,
-            base_url=llm.base_url,
-            api_key=llm.api_key,
-            max_retries=llm.max_retries,
-            timeout_seconds=llm.timeout_seconds,
-            http_client=llm.http_client(),
-            http_client_sync=llm.http_client_sync(),
-        )
+def _connection_in_process(llm: LanguageModel) -> Connection:
     if not isinstance(llm, LanguageModel):
         raise ComponentError(f"a language model of type {type(llm).__name__} has no clients of frameworks")
-    app = make_app({llm.name: llm})
+    app = plugin("jaxft.endpoint", "app")({llm.name: llm})
     http: Any = http_library()
     return Connection(
         model=llm.name,
@@ -94,9 +88,7 @@ def _connect(llm: "LanguageModel | RemoteClient") -> Connection:
 
 
 def _openai(connection: Connection) -> Any:
-    import openai
-
-    return openai.AsyncOpenAI(
+    return pkgutil.resolve_name("openai:AsyncOpenAI")(
         base_url=connection.base_url,
         api_key=connection.api_key,
         max_retries=connection.max_retries,
@@ -106,9 +98,7 @@ def _openai(connection: Connection) -> Any:
 
 
 def _openai_sync(connection: Connection) -> Any:
-    import openai
-
-    return openai.OpenAI(
+    return pkgutil.resolve_name("openai:OpenAI")(
         base_url=connection.base_url,
         api_key=connection.api_key,
         max_retries=connection.max_retries,
@@ -118,9 +108,7 @@ def _openai_sync(connection: Connection) -> Any:
 
 
 def _langchain(connection: Connection) -> Any:
-    from langchain_openai import ChatOpenAI
-
-    return ChatOpenAI(
+    return pkgutil.resolve_name("langchain_openai:ChatOpenAI")(
         model=connection.model,
         base_url=connection.base_url,
         api_key=connection.api_key,
@@ -133,24 +121,21 @@ def _langchain(connection: Connection) -> Any:
 
 
 def _pydantic_ai(connection: Connection) -> Any:
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    return OpenAIChatModel(connection.model, provider=OpenAIProvider(openai_client=_openai(connection)))
+    model = pkgutil.resolve_name("pydantic_ai.models.openai:OpenAIChatModel")
+    provider = pkgutil.resolve_name("pydantic_ai.providers.openai:OpenAIProvider")
+    return model(connection.model, provider=provider(openai_client=_openai(connection)))
 
 
 def _openai_agents(connection: Connection) -> Any:
-    from agents import OpenAIChatCompletionsModel, set_tracing_disabled
-
-    set_tracing_disabled(True)  # for the whole process: it would send every episode to OpenAI
-    return OpenAIChatCompletionsModel(model=connection.model, openai_client=_openai(connection))
+    # Tracing, for the whole process, would send every episode to OpenAI.
+    pkgutil.resolve_name("agents:set_tracing_disabled")(True)
+    model = pkgutil.resolve_name("agents:OpenAIChatCompletionsModel")
+    return model(model=connection.model, openai_client=_openai(connection))
 
 
 def _llama_index(connection: Connection) -> Any:
-    from llama_index.llms.openai_like import OpenAILike
-
     context, seconds = connection.max_context_tokens, connection.timeout_seconds
-    return OpenAILike(
+    return pkgutil.resolve_name("llama_index.llms.openai_like:OpenAILike")(
         model=connection.model,
         api_base=connection.base_url,
         api_key=connection.api_key,

@@ -10,6 +10,8 @@ runs that are done, continues those that were interrupted, and repeats those tha
 import argparse
 import os
 import shlex
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +22,16 @@ from jaxft.harness.config_merge import ConfigErrors, expanded, literal, override
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, has_fields, with_fields_expanded
 from jaxft.harness.process import OptionParser
+from jaxft.harness.runtime import complain, config_of, exit_code_of
 from jaxft.harness.signals import current_shutdown
-from jaxft.harness.sweep_check import CheckedRun, Load, check_runs, listed
-from jaxft.harness.sweep_grid import SEED, Grid, GridRun, make_grid, parse_seeds, read_list, yaml_text
-from jaxft.harness.sweep_jobs import Job, divide_machine, ending_of, last_lines, progress_of, run_jobs, visible_gpus
-from jaxft.harness.sweep_state import LOG_FOLDER, Sweep, SweepRun, read_state
+from jaxft.harness.verbs import Verb
+from jaxft.report.sweep_check import CheckedRun, Load, check_runs, listed
+from jaxft.report.sweep_grid import SEED, Grid, GridRun, make_grid, parse_seeds, read_list, yaml_text
+from jaxft.report.sweep_jobs import Job, divide_machine, ending_of, last_lines, progress_of, run_jobs, visible_gpus
+from jaxft.report.sweep_state import LOG_FOLDER, Sweep, SweepRun, read_state
 from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import CONFIG_FILE, holder_of_lock, holds_run
-from jaxft.runs.environment import masked_command
+from jaxft.runs.environment import masked_command, version
 
 MAKING_SEVERAL = ("seeds", "list", "jobs")
 """Options of which a script needs one to make several runs."""
@@ -48,6 +52,42 @@ class Program(NamedTuple):
     command: tuple[str, ...]
     shown: tuple[str, ...]
     sweep: tuple[str, ...]
+
+
+# -P: unlike the command `jaxft`, `python -m` would let modules in the working directory hide installed ones.
+JAXFT = Program((sys.executable, "-P", "-m", "jaxft.cli", "finetune"), ("jaxft", "finetune"), ("jaxft", "sweep"))
+
+
+def run_sweep(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Make the runs of a sweep, each in a process of its own, and return the exit code: 1 if one of them failed.
+
+    Args:
+        parsed: the parsed arguments of `jaxft sweep`, or of a script that is asked for several runs.
+        given: the arguments as they were given; those that are not of the sweep are passed on.
+    """
+    jobs = parsed.jobs or 1
+    Console().message(f"jaxft {version('jaxft') or '(not installed)'}: sweep {parsed.config_file}")
+    try:
+        program = JAXFT if "verb" in parsed else _this_script()
+        sweep = prepare(parsed, program, given, lambda settings: config_of(parsed, settings))
+        shares = shares_of(sweep, jobs)
+    except KeyboardInterrupt:
+        return complain("interrupted; nothing was started", 128 + signal.SIGINT)
+    except JaxftError as error:
+        return complain(f"error: {error}", error.exit_code)
+    if parsed.dry_run:
+        list_runs(sweep, len(shares), Console().message)
+        return 0
+    return exit_code_of(
+        lambda: execute(sweep, jobs, fail_fast=parsed.fail_fast), log_level=parsed.log_level, computes=False
+    )
+
+
+def _this_script() -> Program:
+    """Return the script of this process, with the options of its interpreter."""
+    before = len(sys.orig_argv) - len(sys.argv) + 1  # all but the script's own arguments
+    shown = ("python", *sys.orig_argv[1:before])
+    return Program((sys.executable, *sys.orig_argv[1:before]), shown, shown)
 
 
 def sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -356,3 +396,19 @@ def _jobs(text: str) -> int:
     if text.isascii() and text.isdecimal() and 1 <= int(text) <= 10_000:
         return int(text)
     raise argparse.ArgumentTypeError("wants a whole number of runs at once, at least 1")
+
+
+SWEEP = Verb(
+    help="train a grid of configurations, and compare the runs",
+    description="""Trains a grid of configurations, each run in a process of its own, and compares them.
+
+    jaxft sweep --config-file run.yml --seeds 3 --set trainer_adapters.local.loss.name=grpo,dapo --jobs 2
+
+In --set a comma separates alternatives; one inside of quotes, brackets or braces belongs to the value. The same command
+goes on with a sweep that was stopped: it skips finished runs, continues interrupted ones and repeats failed ones. With
+--resume it also continues runs whose configuration has changed since.""",
+    add_arguments=sweep_arguments,
+    run=run_sweep,
+    reads_configuration=True,
+    takes_over=is_sweep,
+)

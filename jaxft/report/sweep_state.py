@@ -15,8 +15,8 @@ from filelock import FileLock, Timeout
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import MANIFEST, disk_errors, json_bytes, replace_file
-from jaxft.harness.sweep_grid import Overrides
 from jaxft.redaction import MASK
+from jaxft.report.sweep_grid import Overrides
 from jaxft.runs.directory import holds_run
 from jaxft.runs.environment import is_secret_name, masked_command
 

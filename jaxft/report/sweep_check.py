@@ -18,8 +18,8 @@ from jaxft.harness.checkpointing import changes_of
 from jaxft.harness.config import Config, resolved_yaml, secrets_of
 from jaxft.harness.output_fields import OUTPUT_DIR
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.harness.sweep_grid import GridRun, Overrides
 from jaxft.redaction import hiding
+from jaxft.report.sweep_grid import GridRun, Overrides
 from jaxft.runs.directory import CONFIG_FILE
 from jaxft.runs.environment import secrets_of_environment
 

@@ -24,8 +24,7 @@ App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], A
 
 def http_library() -> ModuleType:
     """Return the HTTP library of the installed openai: httpx2 for openai 3.52 and later, httpx for earlier ones."""
-    import openai  # a part of an extra
-
+    openai = importlib.import_module("openai")  # an extra
     return importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
 
 

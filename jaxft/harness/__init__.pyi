@@ -1,0 +1,13 @@
+"""The public names of `jaxft.harness`, each imported when it is first used; the outbuildings use no others."""
+
+from .registry import (
+    REGISTRY as REGISTRY,
+)
+from .runtime import (
+    exit_code_of as exit_code_of,
+    override_arguments as override_arguments,
+)
+from .verbs import (
+    Verb as Verb,
+    whole_number as whole_number,
+)
