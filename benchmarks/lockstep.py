@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxft.core.cache import compute_dtype, copy_pages, init_cache, pages_for
-from jaxft.core.decode import DecodeState, Emitted, RowParams, decode
+from jaxft.core.decode import DecodeState, RowParams, SampledTokens, decode
 from jaxft.core.generate import PREFILL_TOKENS, PREFILL_TOKENS_ELSEWHERE
 from jaxft.core.sampling import sampling_params
 from jaxft.core.sharding import platform_of
@@ -55,7 +55,7 @@ def prefilled(
 @partial(jax.jit, static_argnums=0, donate_argnames=("cache", "state"))
 def _decoded(
     model: Model, params: Params, cache: Cache, tables: Int[Any, "R C"], state: DecodeState, rows: RowParams
-) -> tuple[Cache, DecodeState, Emitted]:
+) -> tuple[Cache, DecodeState, SampledTokens]:
     return decode(model, params, cache, tables, state, rows, CALL_STEPS, is_filtered=False)
 
 

@@ -13,7 +13,8 @@ import numpy as np
 
 import jaxft
 from jaxft.core.types import Params
-from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.calls import Completion
+from jaxft.rollout.requests import Request
 from shapes import Shapes
 
 FIRST_ID = 1

@@ -201,7 +201,6 @@ from .rollout.chat_request import (
     ChatRequest as ChatRequest,
     CompletionRequest as CompletionRequest,
     Delta as Delta,
-    Reply as Reply,
 )
 from .rollout.language_model import (
     LanguageModel as LanguageModel,
@@ -214,6 +213,7 @@ from .rollout.policy import (
 )
 from .rollout.calls import (
     Call as Call,
+    Reply as Reply,
 )
 from .rollout.recorder import (
     Episode as Episode,

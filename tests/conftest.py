@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxft.harness.data_models import EvalInputItem, Trajectory, TrajectoryCollection
-from jaxft.rollout.calls import Call
+from jaxft.rollout.calls import Call, Completion, Prompt, Reply
 from jaxft.rollout.recorder import current_functions, episode
 from jaxft.rollout.sequences import TokenSequence
 
@@ -121,27 +121,42 @@ def make_items():
 
 
 @pytest.fixture(scope="session")
-def record_call():
+def make_call():
+    """Makes a call; its log-probabilities and version tell its tokens from those of all other calls by default."""
+
+    def make(
+        index, prompt_ids, token_ids, *, logprobs=None, version=None, finish_reason="stop", content=None, **fields
+    ):
+        if logprobs is None:
+            logprobs = [-float(100 * index + place + 1) for place in range(len(token_ids))]
+        versions = [index if version is None else version] * len(token_ids)
+        completion = Completion(list(token_ids), list(logprobs), list(logprobs), versions, finish_reason)
+        told = {name: fields.pop(name) for name in fields.keys() & {"tool_calls", "reasoning_content", "response_text"}}
+        content, prompt = f"answer {index}" if content is None else content, Prompt("", tuple(prompt_ids))
+        reply = Reply(content, completion, prompt.ids, index, **told)
+        known = {"llm": "policy", "messages": ({"role": "user", "content": f"question {index}"},), "prompt": prompt}
+        return Call(index, reply=reply, **(known | fields))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def record_call(make_call):
     """Records a call in the current episode, as a language model would."""
 
     def record(prompt_ids, token_ids, messages=(), content="said", llm="policy"):
         current = episode()
         index, _ = current.begin_call(tuple(prompt_ids))
-        logprobs = (-1.0,) * len(token_ids)
         current.record(
-            Call(
-                index=index,
+            make_call(
+                index,
+                prompt_ids,
+                token_ids,
+                logprobs=[-1.0] * len(token_ids),
+                version=0,
+                content=content,
                 llm=llm,
                 messages=tuple(messages) or ({"role": "user", "content": "asked"},),
-                content=content,
-                prompt_text="",
-                prompt_ids=tuple(prompt_ids),
-                token_ids=tuple(token_ids),
-                sampler_logprobs=logprobs,
-                behavior_logprobs=logprobs,
-                temperature=1.0,
-                finish_reason="stop",
-                policy_version=0,
                 functions=current_functions(),
             )
         )

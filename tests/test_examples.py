@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 import jaxft
 from jaxft.cli import main
+from jaxft.rollout.calls import Completion, Prompt
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "custom_components"
@@ -216,11 +217,8 @@ def test_what_the_builder_keeps_of_an_episode(package):
         return await builder.finalize("run")
 
     def call(index, messages, logprob):
-        return jaxft.Call(
-            index=index, llm="policy", messages=messages, content="draft", prompt_text="", prompt_ids=(1, index),
-            token_ids=(2,), sampler_logprobs=(logprob,), behavior_logprobs=(logprob,), temperature=1.0,
-            finish_reason="stop", policy_version=0,
-        )  # fmt: skip
+        reply = jaxft.Reply("draft", Completion([2], [logprob], [logprob], [0], "stop"), (1, index), index)
+        return jaxft.Call(index, "policy", messages, Prompt("", (1, index)), reply)
 
     collection = asyncio.run(collect(min_episode_length=4))
     ((trajectory,),) = collection.trajectories

@@ -18,7 +18,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxft
 from cases.update import OPTIMIZER, grpo_update, microbatch_rows
-from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.calls import Completion
+from jaxft.rollout.requests import Request
 from jaxft.training.batch import CollectedRewards, Row
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.learner import Learner

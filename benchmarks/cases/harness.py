@@ -17,9 +17,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxft import Call, CurriculumLearningConfig, EvalInputItem, Evaluation, TrajectoryCollection, episode
+from jaxft import CurriculumLearningConfig, EvalInputItem, Evaluation, TrajectoryCollection, episode
 from jaxft.harness.curriculum import choose_groups, initial_state
 from jaxft.harness.evaluators import BoundEvaluator
+from jaxft.rollout.calls import Call, Completion, Prompt, Reply
 from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
 from jaxft.shipped.grpo import GRPOTrajectoryBuilder
 from jaxft.training.config import LossConfig
@@ -67,9 +68,10 @@ async def recorded(example: dict[str, Any]) -> float:
     prompt = PROMPT
     for number in range(2):
         index, _ = current.begin_call(prompt)
-        logprobs = (-1.0,) * len(ANSWER)
+        logprobs = [-1.0] * len(ANSWER)
+        completion = Completion(list(ANSWER), logprobs, logprobs, [0] * len(ANSWER), "stop")
         messages = tuple({"role": "user", "content": f"turn {turn}"} for turn in range(number + 1))
-        call = Call(index, "policy", messages, "said", "", prompt, ANSWER, logprobs, logprobs, 1.0, "stop", 0)
+        call = Call(index, "policy", messages, Prompt("", prompt), Reply("said", completion, prompt, index))
         current.record(call)
         prompt = (*call.context_ids, *PROMPT)
     return float(current.generation)

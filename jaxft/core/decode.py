@@ -48,13 +48,13 @@ class RowParams(NamedTuple):
     limits: Int[Array, "R"]
 
 
-class Emitted(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens sampled by one `decode`, left-aligned; the first `counts` of each row are real."""
 
-    tokens: Int[Array, "R N"]
-    sampler_logprobs: Float[Array, "R N"]
-    behavior_logprobs: Float[Array, "R N"]
-    counts: Int[Array, "R"]
+    tokens: Int[Any, "R N"]
+    sampler_logprobs: Float[Any, "R N"]
+    behavior_logprobs: Float[Any, "R N"]
+    counts: Int[Any, "R"]
 
 
 def decode(
@@ -67,7 +67,7 @@ def decode(
     num_steps: int,
     *,
     is_filtered: bool = True,
-) -> tuple[Cache, DecodeState, Emitted]:
+) -> tuple[Cache, DecodeState, SampledTokens]:
     """Sample `num_steps` tokens for every active row, fewer where a row ends before.
 
     A row depends on its own tokens, parameters and key only. On a CPU its tokens and log-probabilities have the same
@@ -94,15 +94,19 @@ def decode(
     >>> cache, tables = init_cache(model, 1, 4, jnp.float32)
     >>> state = DecodeState(jnp.array([1]), jnp.array([0]), jnp.array([True]))
     >>> rows = RowParams(sampling_params(1), jax.random.split(jax.random.key(0), 1), jnp.array([[3]]), jnp.array([4]))
-    >>> cache, state, emitted = decode(model, params, cache, tables, state, rows, num_steps=3)
-    >>> print(emitted.tokens, emitted.counts, state.active)  # 3 is a stop id
+    >>> cache, state, sampled = decode(model, params, cache, tables, state, rows, num_steps=3)
+    >>> print(sampled.tokens, sampled.counts, state.active)  # 3 is a stop id
     [[2 3 0]] [2] [False]
     """
     shape = state.tokens.shape[0], num_steps
-    emitted = Emitted(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape[0], jnp.int32))
+    sampled = SampledTokens(
+        jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape[0], jnp.int32)
+    )
 
-    def advance(step: Int[Array, ""], carry: tuple[Cache, DecodeState, Emitted]) -> tuple[Cache, DecodeState, Emitted]:
-        cache, state, emitted = carry
+    def advance(
+        step: Int[Array, ""], carry: tuple[Cache, DecodeState, SampledTokens]
+    ) -> tuple[Cache, DecodeState, SampledTokens]:
+        cache, state, sampled = carry
         active = state.active
         positions = jnp.where(active, state.positions, -1)  # nothing is written or read for a row that has ended
         hidden, cache = model.apply(params, state.tokens[:, None], positions[:, None], cache=cache, tables=tables)
@@ -112,20 +116,20 @@ def decode(
         drawn = _sample(model.sharding, is_filtered, logits, keys, rows.sampling)
 
         ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
-        emitted = Emitted(
-            emitted.tokens.at[:, step].set(jnp.where(active, drawn.tokens, 0)),
-            emitted.sampler_logprobs.at[:, step].set(jnp.where(active, drawn.sampler_logprobs, 0.0)),
-            emitted.behavior_logprobs.at[:, step].set(jnp.where(active, drawn.behavior_logprobs, 0.0)),
-            emitted.counts + active,
+        sampled = SampledTokens(
+            sampled.tokens.at[:, step].set(jnp.where(active, drawn.tokens, 0)),
+            sampled.sampler_logprobs.at[:, step].set(jnp.where(active, drawn.sampler_logprobs, 0.0)),
+            sampled.behavior_logprobs.at[:, step].set(jnp.where(active, drawn.behavior_logprobs, 0.0)),
+            sampled.counts + active,
         )
         state = DecodeState(
             jnp.where(active, drawn.tokens, state.tokens),
             jnp.where(active, following, state.positions),
             active & ~ended,
         )
-        return cache, state, emitted
+        return cache, state, sampled
 
-    return jax.lax.fori_loop(0, num_steps, advance, (cache, state, emitted))
+    return jax.lax.fori_loop(0, num_steps, advance, (cache, state, sampled))
 
 
 def _sample(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, pages_for, row_shards
 from jaxft.core.checks import check_token_ids, vocabulary_size
-from jaxft.core.decode import DecodeState, Emitted, RowParams, decode
+from jaxft.core.decode import DecodeState, RowParams, SampledTokens, decode
 from jaxft.core.sampling import SamplingParams, sampling_params
 from jaxft.core.sharding import platform_of
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
@@ -90,18 +90,18 @@ def generate(
     cache, state, rows = _start(
         model, places.num_pages, num_generations, max_new_tokens, params, padded, lengths, key, sampling, stops, places
     )
-    emitted: list[Emitted] = []
+    sampled: list[SampledTokens] = []
     are_active = [state.active.any()]
     for number in range(num_dispatches):
         # A call is queued before the one before it is waited for, so that the device does not wait for the host.
         if number > 1 and not are_active[number - 1]:
             break
         cache, state, new = _advance(model, num_steps, is_filtered, params, cache, places.tables, state, rows)
-        emitted.append(new)
+        sampled.append(new)
         are_active.append(state.active.any())
-    ended = emitted[-1]._replace(counts=jnp.zeros_like(emitted[-1].counts))
-    emitted += [ended] * (num_dispatches - len(emitted))  # so that one program joins any number of calls
-    return _join(num_generations, max_new_tokens, padded, lengths, emitted, stops)
+    ended = sampled[-1]._replace(counts=jnp.zeros_like(sampled[-1].counts))
+    sampled += [ended] * (num_dispatches - len(sampled))  # so that one program joins any number of calls
+    return _join(num_generations, max_new_tokens, padded, lengths, sampled, stops)
 
 
 class Places(NamedTuple):
@@ -313,7 +313,7 @@ def _advance(
     tables: Int[Any, "R C"],
     state: DecodeState,
     rows: RowParams,
-) -> tuple[Cache, DecodeState, Emitted]:
+) -> tuple[Cache, DecodeState, SampledTokens]:
     return decode(model, params, cache, tables, state, rows, num_steps, is_filtered=is_filtered)
 
 
@@ -323,7 +323,7 @@ def _join(
     max_new_tokens: int,
     prompts: Int[Any, "P L"],
     lengths: Int[Any, "P"],
-    calls: list[Emitted],
+    calls: list[SampledTokens],
     stop_ids: Int[Array, "S"],
 ) -> Rollout:
     """Make the rollout of all calls, with each completion directly after its own prompt."""
@@ -334,7 +334,7 @@ def _join(
         whole = jnp.concatenate(parts, axis=1)[:rows, :max_new_tokens]
         return jnp.pad(whole, ((0, 0), (0, max_new_tokens - whole.shape[1])))
 
-    emitted = Emitted(
+    sampled = SampledTokens(
         joined(*(call.tokens for call in calls)),
         joined(*(call.sampler_logprobs for call in calls)),
         joined(*(call.behavior_logprobs for call in calls)),
@@ -342,20 +342,20 @@ def _join(
     )
     column = jnp.arange(prompts.shape[1] + max_new_tokens)[None, :]  # [1 T]
     offset = column - lengths[:, None]  # [R T], position within the completion
-    is_completion = (offset >= 0) & (offset < emitted.counts[:, None])
+    is_completion = (offset >= 0) & (offset < sampled.counts[:, None])
     source = jnp.clip(offset, 0, max_new_tokens - 1)
 
     def shifted(x: Array) -> Array:
         return jnp.where(is_completion, jnp.take_along_axis(x, source, axis=1), 0)
 
     padded = jnp.pad(prompts, ((0, 0), (0, max_new_tokens)))
-    last = jnp.take_along_axis(emitted.tokens, emitted.counts[:, None] - 1, axis=1)  # [R 1]
+    last = jnp.take_along_axis(sampled.tokens, sampled.counts[:, None] - 1, axis=1)  # [R 1]
     stopped = (last == stop_ids).any(axis=-1)
     return Rollout(
-        tokens=jnp.where(offset < 0, padded, shifted(emitted.tokens)),
+        tokens=jnp.where(offset < 0, padded, shifted(sampled.tokens)),
         completion_mask=is_completion,
-        sampler_logprobs=shifted(emitted.sampler_logprobs),
-        behavior_logprobs=shifted(emitted.behavior_logprobs),
-        lengths=lengths + emitted.counts,
+        sampler_logprobs=shifted(sampled.sampler_logprobs),
+        behavior_logprobs=shifted(sampled.behavior_logprobs),
+        lengths=lengths + sampled.counts,
         finish_reason=jnp.where(stopped, FinishReason.STOP, FinishReason.LENGTH).astype(jnp.int8),
     )

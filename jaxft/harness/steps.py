@@ -207,7 +207,9 @@ def parse_to_openai_messages(steps: Sequence[IntermediateStep]) -> list[dict[str
 
     >>> episode = Episode(0, 0, 0, "example", 0)
     >>> said = {"role": "user", "content": "hi"}
-    >>> episode.record(Call(0, "policy", (said,), "ho", "", (5,), (7,), (-0.5,), (-0.5,), 1.0, "stop", 3))
+    >>> from jaxft.rollout.calls import Completion, Prompt, Reply
+    >>> reply = Reply("ho", Completion([7], [-0.5], [-0.5], [3], "stop"))
+    >>> episode.record(Call(0, "policy", (said,), Prompt("", (5,)), reply))
     >>> [(message["role"], message["content"]) for message in parse_to_openai_messages(EpisodeSteps(episode, None))]
     [('user', 'hi'), ('assistant', 'ho')]
     """
@@ -313,6 +315,6 @@ def _answer(call: Call, texts_of_tokens: dict[str, Callable[[int], str]]) -> dic
     """Return an answer as a message with log-probabilities; tokens of a model without texts are named as in vLLM."""
     text_of_token = texts_of_tokens.get(call.llm, "token_id:{}".format)
     message: dict[str, Any] = {"role": "assistant", "content": call.content}
-    if call.tool_calls:
-        message["tool_calls"] = [each.as_message() for each in call.tool_calls]
+    if call.reply.tool_calls:
+        message["tool_calls"] = [each.as_message() for each in call.reply.tool_calls]
     return message | {"logprobs": logprobs_with_record(call, text_of_token)}

@@ -33,7 +33,8 @@ from jaxft.harness.isolation import messages
 from jaxft.harness.isolation.messages import Identity, Work
 from jaxft.harness.isolation.zygote import command_of, flush_output, kill_descendants, kill_worker, started_by
 from jaxft.harness.supervision import Supervisor, is_async
-from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import (
     Episode,

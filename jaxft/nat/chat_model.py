@@ -15,8 +15,7 @@ from pydantic import Field
 
 from jaxft.errors import PolicyError
 from jaxft.nat.live import find_or_begin_episode, function_path, live_policy
-from jaxft.rollout.calls import logprobs_with_record, openai_logprobs
-from jaxft.rollout.chat_request import Reply
+from jaxft.rollout.calls import Reply, logprobs_with_record, openai_logprobs
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, find_episode, named_function, recording
 

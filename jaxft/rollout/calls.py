@@ -1,12 +1,135 @@
-"""Records of the calls of language models."""
+"""Records of the calls of language models: prompt, sampled completion, and the reply that the agent gets."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from jaxft.rollout.messages import ToolCall, comparison_key, read_arguments
 from jaxft.rollout.token_text import split_token_text
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Pairs of a token id and its log-probability, the most likely first."""
+
+
+class Prompt(NamedTuple):
+    """A rendered and tokenised conversation that asks for an answer.
+
+    Attributes:
+        text: the rendered conversation, with control tokens in messages marked; empty for a prompt of token ids.
+        ids: its token ids, as the policy is fed them.
+        truncated_tokens: the number of tokens left out before `ids`, here or in the call that it continues. For text
+            that was left out before it was tokenised the number is estimated from the bytes per token of the rest.
+        is_retokenized: True if the conversation begins with the messages of an earlier call, but the chat template or
+            the agent changed what followed, so that all text was tokenised again.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    truncated_tokens: int = 0
+    is_retokenized: bool = False
+
+
+@dataclass
+class Completion:
+    """Tokens sampled for a request, each with its log-probabilities; the engine appends to it until it has ended.
+
+    Attributes:
+        token_ids: sampled token ids, the stop token included.
+        sampler_logprobs: log-probability of each sampled token over the whole vocabulary, at the request's temperature.
+        behavior_logprobs: log-probability of each sampled token under the distribution that it was drawn from.
+        policy_versions: version of the parameters that sampled each token.
+        finish_reason: `stop` or `length`.
+        top_logprobs: for each token, pairs of a token id and its log-probability, if the request asks for them.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    sampler_logprobs: list[float] = field(default_factory=list)
+    behavior_logprobs: list[float] = field(default_factory=list)
+    policy_versions: list[int] = field(default_factory=list)
+    finish_reason: str = "length"
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the parameters that sampled the first token; later ones differ if the weights were changed."""
+        return next(iter(self.policy_versions), 0)
+
+    @property
+    def per_token(self) -> tuple[list[Any], ...]:
+        """The lists with one value per sampled token."""
+        return self.token_ids, self.sampler_logprobs, self.behavior_logprobs, self.policy_versions
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to a chat, or to a completion.
+
+    Attributes:
+        content: text of the answer up to a stop string, which is included only with `include_stop`. Reasoning and tool
+            calls are not part of it.
+        completion: the sampled tokens, with their log-probabilities.
+        prompt_ids: token ids of the prompt as the policy was fed it.
+        call_index: index of the call in its episode; None outside one.
+        tool_calls: the tools that the model calls, with arguments that are a JSON object.
+        reasoning_content: reasoning before the answer; None without any.
+        has_malformed_tool_call: True if the answer begins a tool call that could not be parsed.
+        response_text: all text of the answer, reasoning and tool calls included; None if it is `content`.
+        stop_reason: the stop string or the token id of `stop_token_ids` that ended the answer; None if another end did.
+        others: the other answers if the request asked for several.
+    """
+
+    content: str
+    completion: Completion
+    prompt_ids: tuple[int, ...] = ()
+    call_index: int | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning_content: str | None = None
+    has_malformed_tool_call: bool = False
+    response_text: str | None = None
+    stop_reason: str | int | None = None
+    others: tuple["Reply", ...] = ()
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop`, `tool_calls`, or `length` when `max_tokens` or the context was used up."""
+        reason = self.completion.finish_reason
+        return "tool_calls" if self.tool_calls and reason == "stop" else reason
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Sampled token ids, the stop token included."""
+        return tuple(self.completion.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Log-probability of each sampled token in nats, over the whole vocabulary at the call's temperature."""
+        return tuple(self.completion.sampler_logprobs)
+
+    @property
+    def top_logprobs(self) -> tuple[TopLogprobs, ...]:
+        """For each sampled token, the most likely tokens; empty unless the request asked for them."""
+        return tuple(self.completion.top_logprobs)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the parameters that sampled."""
+        return self.completion.policy_version
+
+    @property
+    def choices(self) -> tuple["Reply", ...]:
+        """All answers to the request: this one and the others."""
+        return (self, *self.others)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message of the history, in OpenAI's format."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning_content is not None:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
+            message |= {"content": self.content or None, "tool_calls": [call.as_message() for call in self.tool_calls]}
+        return message
 
 
 @dataclass(frozen=True)
@@ -18,49 +141,21 @@ class Call:
         llm: name of the language model in the configuration.
         messages: the conversation as the agent sent it; for a prompt of token ids, one message of the user with their
             text.
-        content: text of the answer as the agent got it; a stop string may be cut from it, but not from the ids.
-            Reasoning and tool calls that were parsed are not in it.
-        prompt_text: the conversation as the chat template renders it; empty for a prompt of token ids.
-        prompt_ids: token ids of the prompt as the policy was fed it.
-        token_ids: sampled token ids, the stop token included.
-        sampler_logprobs: log-probability of each sampled token over the whole vocabulary, at `temperature`.
-        behavior_logprobs: log-probability of each sampled token under the distribution that it was drawn from.
+        prompt: the conversation as the policy was fed it.
+        reply: the answer as the agent got it; a stop string may be cut from its content, but not from the ids.
         temperature: sampling temperature.
-        finish_reason: `stop` or `length`.
-        policy_version: version of the parameters that sampled.
-        policy_versions: version that sampled each token, if they differ; empty if all are `policy_version`.
         functions: names of the agent's functions that the call was made in, outermost first (`named_function`).
-        truncated_tokens: the number of tokens left out at the beginning of a conversation that was too long.
-        response_text: all text of the answer, reasoning and tool calls included; None if it is `content`.
-        tool_calls: tool calls of the answer.
-        reasoning_content: reasoning before the answer; None without any.
-        has_malformed_tool_call: True if the answer begins a tool call that could not be parsed.
-        is_retokenized: True if the prompt goes on from an earlier call whose ids could not be kept
-            (`Prompt.is_retokenized`).
         num_choices: number of answers to the request.
     """
 
     index: int
     llm: str
     messages: tuple[dict[str, Any], ...]
-    content: str
-    prompt_text: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    sampler_logprobs: tuple[float, ...]
-    behavior_logprobs: tuple[float, ...]
-    temperature: float
-    finish_reason: str
-    policy_version: int
+    prompt: Prompt
+    reply: Reply
+    temperature: float = 1.0
     functions: tuple[str, ...] = ()
-    truncated_tokens: int = 0
-    response_text: str | None = None
-    tool_calls: tuple[ToolCall, ...] = ()
-    reasoning_content: str | None = None
-    has_malformed_tool_call: bool = False
-    is_retokenized: bool = False
     num_choices: int = 1
-    policy_versions: tuple[int, ...] = ()
 
     @functools.cached_property
     def message_keys(self) -> list[Any]:
@@ -68,20 +163,40 @@ class Call:
         return [comparison_key(message) for message in self.messages]
 
     @property
-    def answer_message(self) -> dict[str, Any]:
-        """The answer as a canonical message, without its reasoning."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {**call.as_message(), "function": {"name": call.name, "arguments": read_arguments(call.arguments)}}
-                for call in self.tool_calls
-            ]
-        return message
+    def content(self) -> str:
+        """Text of the answer, without reasoning and tool calls."""
+        return self.reply.content
 
     @property
     def full_text(self) -> str:
         """All text of the answer, reasoning and tool calls included."""
-        return self.content if self.response_text is None else self.response_text
+        return self.reply.content if self.reply.response_text is None else self.reply.response_text
+
+    @property
+    def answer_message(self) -> dict[str, Any]:
+        """The answer as a canonical message, without its reasoning."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reply.tool_calls:
+            message["tool_calls"] = [
+                {**call.as_message(), "function": {"name": call.name, "arguments": read_arguments(call.arguments)}}
+                for call in self.reply.tool_calls
+            ]
+        return message
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        return self.prompt.ids
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Sampled token ids, the stop token included."""
+        return self.reply.token_ids
+
+    @property
+    def sampler_logprobs(self) -> tuple[float, ...]:
+        """Log-probability of each sampled token over the whole vocabulary, at `temperature`."""
+        return self.reply.logprobs
 
     @property
     def context_ids(self) -> tuple[int, ...]:
@@ -118,21 +233,8 @@ class RemoteCall:
 RECORD = "call"
 """Key of the record of a call in the log-probabilities of its answer."""
 
-RECORDED = (
-    "index",
-    "llm",
-    "content",
-    "prompt_ids",
-    "token_ids",
-    "sampler_logprobs",
-    "behavior_logprobs",
-    "temperature",
-    "finish_reason",
-    "policy_version",
-    "policy_versions",
-    "functions",
-)
-"""Fields of a `Call` in its record: all that a training row needs."""
+PER_TOKEN = ("token_ids", "sampler_logprobs", "behavior_logprobs", "policy_versions")
+"""Names of the lists of `Completion.per_token`, in its order."""
 
 
 def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dict[str, Any]:
@@ -140,16 +242,23 @@ def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dic
 
     The record goes wherever a framework takes the log-probabilities, so that the exact tokens arrive with them.
 
-    >>> call = Call(0, "policy", (), "hi", "", (5,), (7,), (-0.5,), (-0.5,), 1.0, "stop", 3)
+    >>> completion = Completion([7], [-0.5], [-0.5], [3], "stop")
+    >>> call = Call(0, "policy", (), Prompt("", (5,)), Reply("hi", completion))
     >>> given = logprobs_with_record(call, lambda token_id: "hi")
     >>> given["content"][0]["token"], given["content"][0]["logprob"], call_of(given).prompt_ids
     ('hi', -0.5, (5,))
     """
     given = openai_logprobs(call.token_ids, call.sampler_logprobs, text_of_token)
     if given["content"]:
-        values = vars(call)
-        given["content"][0][RECORD] = {
-            name: list(values[name]) if isinstance(values[name], tuple) else values[name] for name in RECORDED
+        record = {name: list(values) for name, values in zip(PER_TOKEN, call.reply.completion.per_token, strict=True)}
+        given["content"][0][RECORD] = record | {
+            "finish_reason": call.reply.completion.finish_reason,
+            "content": call.content,
+            "prompt_ids": list(call.prompt_ids),
+            "index": call.index,
+            "llm": call.llm,
+            "temperature": call.temperature,
+            "functions": list(call.functions),
         }
     return given
 
@@ -173,7 +282,8 @@ def call_of(logprobs: Any) -> Call | None:
     record = first.get(RECORD) if isinstance(first, Mapping) else None
     if record is None:
         return None
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in record.items()
-    }
-    return Call(messages=(), prompt_text="", **fields)
+    per_token = {name: list(record[name]) for name in PER_TOKEN}
+    completion = Completion(**per_token, finish_reason=record["finish_reason"])
+    prompt = Prompt("", tuple(record["prompt_ids"]))
+    reply = Reply(record["content"], completion, prompt.ids, record["index"])
+    return Call(record["index"], record["llm"], (), prompt, reply, record["temperature"], tuple(record["functions"]))

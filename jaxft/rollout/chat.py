@@ -14,10 +14,10 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxft.errors import PromptTooLongError, RequestError
-from jaxft.rollout.calls import Call
+from jaxft.rollout.calls import Call, Prompt
 from jaxft.rollout.messages import Message, Tool, canonical_messages, comparison_key, template_role
 
 # Set before transformers is imported, which else announces that PyTorch is missing.
@@ -69,24 +69,6 @@ MARKED = "\U000f0000"
 
 CONTINUED = "\U000f0001"
 """Mark at the start of a text that continues another; transformers encodes what follows a mark without a space."""
-
-
-class Prompt(NamedTuple):
-    """A rendered and tokenised conversation that asks for an answer.
-
-    Attributes:
-        text: the rendered conversation, with control tokens in messages marked.
-        ids: its token ids.
-        truncated_tokens: the number of tokens left out before `ids`, here or in the call that it continues. For text
-            that was left out before it was tokenised the number is estimated from the bytes per token of the rest.
-        is_retokenized: True if the conversation begins with the messages of an earlier call, but the chat template or
-            the agent changed what followed, so that all text was tokenised again.
-    """
-
-    text: str
-    ids: tuple[int, ...]
-    truncated_tokens: int = 0
-    is_retokenized: bool = False
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
@@ -280,7 +262,7 @@ class ChatTemplate:
                 break  # the template changes what came before, so earlier calls fare no better
             if max_bytes is None or _num_bytes(rest) <= max_bytes:
                 ids = call.context_ids + self._encode_after(call.token_ids, rest + prefill)
-                return Prompt(text, ids, call.truncated_tokens)
+                return Prompt(text, ids, call.prompt.truncated_tokens)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = _num_bytes(text)
         if max_tokens is None or max_bytes is None:
@@ -330,8 +312,8 @@ class ChatTemplate:
             return False
         answer, known = messages[len(call.messages)], call.answer_message
         reasoning = answer.get("reasoning_content", answer.get("reasoning"))
-        if call.reasoning_content is not None:
-            if reasoning is not None and reasoning.strip() != call.reasoning_content:
+        if call.reply.reasoning_content is not None:
+            if reasoning is not None and reasoning.strip() != call.reply.reasoning_content:
                 return False
             # Some clients write reasoning back into the content.
             *thought, content = answer["content"].rsplit("</think>", 1)
@@ -348,12 +330,12 @@ class ChatTemplate:
             messages: the conversation.
             text: the conversation, rendered with the tools and variables of the template that follow.
         """
-        if not text.startswith(call.prompt_text):
+        if not text.startswith(call.prompt.text):
             return None
-        is_thinking = call.prompt_text.rstrip().endswith("<think>")  # the answer may end the thought before it begins
-        if call.tool_calls or call.reasoning_content is not None or is_thinking:
+        is_thinking = call.prompt.text.rstrip().endswith("<think>")  # the answer may end the thought before it begins
+        if call.reply.tool_calls or call.reply.reasoning_content is not None or is_thinking:
             return self._text_after_marked(call, messages, text, tools, kwargs)
-        after, known = text[len(call.prompt_text) :], self._mark(call.content)
+        after, known = text[len(call.prompt.text) :], self._mark(call.content)
         if not after.startswith(known):  # some templates strip the answer, and Mistral's write a space before it
             known = known.strip()
             after = after.lstrip() if known else after
@@ -373,10 +355,10 @@ class ChatTemplate:
         """
         asked = len(call.messages)
         answer: dict[str, Any] = {"role": "assistant", "content": call.content}
-        if call.reasoning_content is not None:
+        if call.reply.reasoning_content is not None:
             answer["reasoning_content"] = THOUGHT
-        if call.tool_calls:
-            first = {**call.tool_calls[0].as_message(), "function": {"name": PLACEHOLDER, "arguments": {}}}
+        if call.reply.tool_calls:
+            first = {**call.reply.tool_calls[0].as_message(), "function": {"name": PLACEHOLDER, "arguments": {}}}
             answer["tool_calls"] = [first]
         else:
             answer["content"] = PLACEHOLDER
@@ -386,10 +368,10 @@ class ChatTemplate:
             )
         except RequestError:  # a template may compare results with calls
             return None
-        place = marked.find(PLACEHOLDER, len(call.prompt_text))
-        if place < 0 or not marked.startswith(call.prompt_text):
+        place = marked.find(PLACEHOLDER, len(call.prompt.text))
+        if place < 0 or not marked.startswith(call.prompt.text):
             return None
-        if call.reasoning_content is not None and THOUGHT not in marked[len(call.prompt_text) : place]:
+        if call.reply.reasoning_content is not None and THOUGHT not in marked[len(call.prompt.text) : place]:
             return None
         stop_texts = [self.text([stop]) for stop in self.stop_ids]
         ends = [(marked.find(stop, place), stop) for stop in stop_texts if stop in marked[place:]]

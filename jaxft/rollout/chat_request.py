@@ -1,4 +1,4 @@
-"""Arguments of a chat and of a completion of token ids, their result, and the pieces in which it is streamed."""
+"""Arguments of a chat and of a completion of token ids, and the pieces in which the answer is streamed."""
 
 import numbers
 from collections.abc import Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxft.core.sampling import check_sampling
 from jaxft.errors import RequestError
-from jaxft.rollout.messages import Message, Tool, ToolCall, check_json, check_text, check_tools
-from jaxft.rollout.requests import MAX_TOP_LOGPROBS, TopLogprobs
+from jaxft.rollout.messages import Message, Tool, check_json, check_text, check_tools
+from jaxft.rollout.requests import MAX_TOP_LOGPROBS
 
 MAX_CHOICES = 128
 """Largest `n` of a request."""
@@ -172,56 +172,6 @@ class CompletionRequest(SamplingRequest):
         if not self.prompt_ids:
             raise RequestError("prompt_ids is empty; wanted at least one token id", param="prompt_ids")
         super().__post_init__()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The answer to a chat, or to a completion.
-
-    Attributes:
-        content: text of the answer up to a stop string, which is included only with `include_stop`. Reasoning and tool
-            calls are not part of it.
-        finish_reason: `stop`, `tool_calls`, or `length` when `max_tokens` or the context was used up.
-        token_ids: sampled token ids, the stop token included.
-        logprobs: log-probability of each sampled token in nats, over the whole vocabulary at the call's temperature.
-        policy_version: version of the parameters that sampled.
-        call_index: index of the call in its episode; None outside one.
-        prompt_ids: token ids of the prompt as the policy was fed it.
-        tool_calls: the tools that the model calls, with arguments that are a JSON object.
-        reasoning_content: reasoning before the answer; None without any.
-        top_logprobs: for each sampled token, pairs of a token id and its log-probability, the most likely first; empty
-            unless the request asked for them.
-        others: the other answers if the request asked for several.
-        stop_reason: the stop string or the token id of `stop_token_ids` that ended the answer; None if another end did.
-    """
-
-    content: str
-    finish_reason: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    policy_version: int
-    call_index: int | None = None
-    prompt_ids: tuple[int, ...] = ()
-    tool_calls: tuple[ToolCall, ...] = ()
-    reasoning_content: str | None = None
-    top_logprobs: tuple[TopLogprobs, ...] = ()
-    others: tuple["Reply", ...] = ()
-    stop_reason: str | int | None = None
-
-    @property
-    def choices(self) -> tuple["Reply", ...]:
-        """All answers to the request: this one and the others."""
-        return (self, *self.others)
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The answer as a message of the history, in OpenAI's format."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
-        if self.tool_calls:
-            message |= {"content": self.content or None, "tool_calls": [call.as_message() for call in self.tool_calls]}
-        return message
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from jaxft.errors import PromptTooLongError
-from jaxft.rollout.calls import Call
-from jaxft.rollout.chat import ChatTemplate, Prompt
-from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
+from jaxft.rollout.calls import Call, Prompt, Reply
+from jaxft.rollout.chat import ChatTemplate
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.language_model import LanguageModel
-from jaxft.rollout.messages import ToolCall, canonical_messages
+from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.recorder import Episode, current_functions, find_episode, note_outside_call
-from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.requests import Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
 from jaxft.rollout.snapshot import Snapshot
 from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, find_stop, find_thoughts
@@ -33,37 +33,6 @@ _large_prompts = ThreadPoolExecutor(1, "jaxft large prompts")
 
 LongPrompts = Literal["fail", "drop", "truncate_left"]
 """Treatments of a prompt that is too long: raise an error; raise it and drop the episode; or cut off first tokens."""
-
-
-class Answered(NamedTuple):
-    """One sampled and parsed answer.
-
-    `text` includes reasoning, tool calls and what `tool_choice` forced; `stop_reason` is that of `Reply`.
-    """
-
-    call_index: int | None
-    completion: Completion
-    text: str
-    parsed: ParsedAnswer
-    tool_calls: tuple[ToolCall, ...]
-    stop_reason: str | int | None
-
-    def reply(self, prompt_ids: tuple[int, ...]) -> Reply:
-        """Return the answer as the agent gets it."""
-        completion, finish_reason = self.completion, self.completion.finish_reason
-        return Reply(
-            content=self.parsed.content,
-            finish_reason="tool_calls" if self.tool_calls and finish_reason == "stop" else finish_reason,
-            token_ids=tuple(completion.token_ids),
-            logprobs=tuple(completion.sampler_logprobs),
-            policy_version=completion.policy_version,
-            call_index=self.call_index,
-            prompt_ids=prompt_ids,
-            tool_calls=self.tool_calls,
-            reasoning_content=self.parsed.reasoning_content,
-            top_logprobs=tuple(completion.top_logprobs),
-            stop_reason=self.stop_reason,
-        )
 
 
 class ChatClient(LanguageModel):
@@ -96,7 +65,7 @@ class ChatClient(LanguageModel):
         prompt = await self._prompt(request, prefill, episode)
         begun = [self._begin_call(prompt, request, episode, choice) for choice in range(request.n)]
 
-        async def sample(choices: Sequence[int]) -> list[Answered]:
+        async def sample(choices: Sequence[int]) -> list[Reply]:
             """Sample these answers at once."""
             answering = [self._answer(request, prompt, prefill, each, *begun[each], on_delta) for each in choices]
             if len(answering) == 1:
@@ -109,20 +78,22 @@ class ChatClient(LanguageModel):
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
 
-        answered = dict(enumerate(await sample(range(request.n))))
+        replies = dict(enumerate(await sample(range(request.n))))
         # An update between them: those of the earlier policy are sampled again, unless they were streamed.
         while on_delta is None:
-            newest = max(each.completion.policy_version for each in answered.values())
-            stale = [choice for choice, each in answered.items() if each.completion.policy_version < newest]
-            if not stale:
+            newest = max(reply.policy_version for reply in replies.values())
+            earlier = [choice for choice, reply in replies.items() if reply.policy_version < newest]
+            if not earlier:
                 break
-            answered |= zip(stale, await sample(stale), strict=True)
+            replies |= zip(earlier, await sample(earlier), strict=True)
         if episode is not None:
             episode.texts_of_tokens[self.name] = self.token_text
-            messages = self._messages(request, prompt)
-            for each in answered.values():
-                episode.record(self._call(request, messages, prompt, each))
-        first, *others = (each.reply(prompt.ids) for each in answered.values())
+            messages, functions = self._messages(request, prompt), current_functions()
+            for reply in replies.values():
+                assert reply.call_index is not None
+                said = (reply.call_index, self.name, messages, prompt, reply)
+                episode.record(Call(*said, request.temperature, functions, request.n))
+        first, *others = replies.values()
         return replace(first, others=tuple(others))
 
     def token_text(self, token_id: int) -> str:
@@ -155,7 +126,7 @@ class ChatClient(LanguageModel):
         # Calls of another language model may be in token ids of another tokenizer; those to token ids have no messages
         # that a conversation could go on from.
         known = () if episode is None else tuple(episode.calls)
-        earlier = [call for call in known if call.llm == self.name and call.prompt_text]
+        earlier = [call for call in known if call.llm == self.name and call.prompt.text]
 
         def render(template: ChatTemplate) -> Prompt:
             return template.prompt(
@@ -208,7 +179,7 @@ class ChatClient(LanguageModel):
         index: int | None,
         key_ids: tuple[int, ...],
         on_delta: Callable[[Delta], None] | None,
-    ) -> "Answered":
+    ) -> Reply:
         """Sample and parse one answer."""
         template, engine = self.policy.template, self.policy.engine
         parser = None
@@ -261,41 +232,16 @@ class ChatClient(LanguageModel):
             if request.top_logprobs:
                 streamer.feed(completion.token_ids, completion.sampler_logprobs)
             streamer.finish(parsed)
-        tool_calls = number_tool_calls(parsed, key_ids[-1])
-        return Answered(index, completion, prefill + text, parsed, tool_calls, stop_reason)
-
-    def _call(
-        self,
-        request: ChatRequest | CompletionRequest,
-        messages: tuple[dict[str, Any], ...],
-        prompt: Prompt,
-        answered: "Answered",
-    ) -> Call:
-        """Return the record of one answer."""
-        completion, parsed = answered.completion, answered.parsed
-        assert answered.call_index is not None
-        return Call(
-            index=answered.call_index,
-            llm=self.name,
-            messages=messages,
-            content=parsed.content,
-            prompt_text=prompt.text,
-            prompt_ids=prompt.ids,
-            token_ids=tuple(completion.token_ids),
-            sampler_logprobs=tuple(completion.sampler_logprobs),
-            behavior_logprobs=tuple(completion.behavior_logprobs),
-            temperature=request.temperature,
-            finish_reason=completion.finish_reason,
-            policy_version=completion.policy_version,
-            policy_versions=tuple(completion.policy_versions) if len(set(completion.policy_versions)) > 1 else (),
-            functions=current_functions(),
-            truncated_tokens=prompt.truncated_tokens,
-            response_text=answered.text if answered.text != parsed.content else None,
-            tool_calls=answered.tool_calls,
-            reasoning_content=parsed.reasoning_content,
-            has_malformed_tool_call=parsed.is_malformed,
-            is_retokenized=prompt.is_retokenized,
-            num_choices=request.n,
+        return Reply(
+            parsed.content,
+            completion,
+            prompt.ids,
+            index,
+            number_tool_calls(parsed, key_ids[-1]),
+            parsed.reasoning_content,
+            parsed.is_malformed,
+            prefill + text if prefill + text != parsed.content else None,
+            stop_reason,
         )
 
     def _request(

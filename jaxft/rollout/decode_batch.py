@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, init_cache, page_axes
-from jaxft.core.decode import DecodeState, Emitted, RowParams, decode
+from jaxft.core.decode import DecodeState, RowParams, SampledTokens, decode
 from jaxft.core.logprobs import scaling_temperature
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
 from jaxft.core.types import Cache, Model, Params
@@ -116,7 +116,7 @@ def advance(
     slots: DecodeBatch,
     tables: Int[Any, "B C"],
     chosen: Bool[Any, "R"] | Int[Any, "P"],
-) -> tuple[Cache, DecodeBatch, Emitted, Bool[Array, "B"]]:
+) -> tuple[Cache, DecodeBatch, SampledTokens, Bool[Array, "B"]]:
     """Decode `num_steps` tokens of some slots; return pages, slots, and tokens and activity of each row.
 
     Args:
@@ -135,10 +135,10 @@ def advance(
     is_chosen = chosen if is_all else chosen < slots.state.active.shape[0]
     was_active = taken.state.active
     state = taken.state._replace(active=was_active & is_chosen)
-    cache, state, emitted = decode(model, params, cache, tables, state, taken.rows, num_steps, is_filtered=is_filtered)
+    cache, state, sampled = decode(model, params, cache, tables, state, taken.rows, num_steps, is_filtered=is_filtered)
     state = state._replace(active=jnp.where(is_chosen, state.active, was_active))
     slots = slots._replace(state=state if is_all else _put_rows(slots.state, state, chosen))
-    return cache, _constrain(model, slots), emitted, state.active
+    return cache, _constrain(model, slots), sampled, state.active
 
 
 def _constrain(model: Model, slots: DecodeBatch) -> DecodeBatch:

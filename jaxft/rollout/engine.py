@@ -21,12 +21,14 @@ from typing import Any
 
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.checks import vocabulary_size
+from jaxft.core.decode import SampledTokens
 from jaxft.core.sharding import platform_of
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError, DeviceThreadError, NonFiniteError
+from jaxft.rollout.calls import Completion
 from jaxft.rollout.device import DeviceThread, first_line, is_out_of_memory, presentable
-from jaxft.rollout.model_runner import Counts, Decoded, Dispatch, ModelRunner
-from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Completion, Request, check_request
+from jaxft.rollout.model_runner import Counts, Dispatch, ModelRunner
+from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Request, check_request
 from jaxft.rollout.scheduler import OnTokens, Running, Scheduler
 
 QUEUED_AHEAD = {"cpu": 0}
@@ -259,7 +261,7 @@ class Engine:
         for running in [running for running in self._scheduler.running.values() if running.is_abandoned]:
             self._scheduler.release(running)
         params, version = self._get_params()
-        self._prefill(params, version, is_draining=is_draining)
+        self._prefill(params, is_draining=is_draining)
         most = self._ahead if self._dispatch(params, version) else 0  # without a new one, all queued ones are read
         finished: list[Running] = []
         try:
@@ -270,11 +272,11 @@ class Engine:
             raise
         return finished
 
-    def _prefill(self, params: Params, version: int, *, is_draining: bool) -> None:
+    def _prefill(self, params: Params, *, is_draining: bool) -> None:
         """Admit waiting requests, and prefill pieces of prompts, not too many while others decode."""
         decoding, spent = self._scheduler.num_decoding, 0.0  # in programs at the beginning of a prompt
         while True:
-            requests, copies = self._scheduler.admit(version, is_draining=is_draining)
+            requests, copies = self._scheduler.admit(is_draining=is_draining)
             if copies:
                 self._runner.copy(params, copies)
             if requests:
@@ -300,9 +302,13 @@ class Engine:
 
     def _read(self, params: Params, queued: _InFlight) -> list[Running]:
         """Read the tokens of a dispatch; return the requests that ended, and free their slots and pages."""
-        decoded = self._runner.read(queued.dispatch)
+        sampled, active = self._runner.read(queued.dispatch)
         current = queued.current
-        finished = [running for running, slot in current if _take_tokens(running, slot, decoded, queued.version)]
+        finished = [
+            running
+            for running, slot in current
+            if _take_tokens(running, slot, sampled, queued.version, is_active=bool(active[slot]))
+        ]
         for running in finished:
             if running.request.top_logprobs and running.error is None:
                 self._add_top_logprobs(params, running)
@@ -322,16 +328,16 @@ class Engine:
             running.error = error
 
 
-def _take_tokens(running: Running, slot: int, decoded: Decoded, version: int) -> bool:
-    """Add the decoded tokens of a slot to its completion; return True if the completion has ended."""
-    count, completion = int(decoded.counts[slot]), running.completion
+def _take_tokens(running: Running, slot: int, sampled: SampledTokens, version: int, *, is_active: bool) -> bool:
+    """Add the sampled tokens of a slot to its completion; return True if the completion has ended."""
+    count, completion = int(sampled.counts[slot]), running.completion
     known = len(completion.token_ids)
-    completion.token_ids += decoded.tokens[slot, :count].tolist()
-    completion.sampler_logprobs += decoded.sampler_logprobs[slot, :count].tolist()
-    completion.behavior_logprobs += decoded.behavior_logprobs[slot, :count].tolist()
+    completion.token_ids += sampled.tokens[slot, :count].tolist()
+    completion.sampler_logprobs += sampled.sampler_logprobs[slot, :count].tolist()
+    completion.behavior_logprobs += sampled.behavior_logprobs[slot, :count].tolist()
     completion.policy_versions += [version] * count
     try:
-        has_ended = _cut_at_end(running.request, completion, known, bool(decoded.active[slot]))
+        has_ended = _cut_at_end(running.request, completion, known, is_active)
         _check_finite(running.request, completion, known)
         return has_ended
     except Exception as error:  # of this request or its `find_stop`; the other requests go on

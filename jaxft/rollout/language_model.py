@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from typing import Any, Concatenate, ParamSpec
 
 from jaxft.errors import RequestError
-from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.messages import Message, Tool
 from jaxft.rollout.recorder import find_episode
 

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, pages_for, row_shards
+from jaxft.core.decode import SampledTokens
 from jaxft.core.sampling import LogitBias, SamplingParams
 from jaxft.core.sharding import commit_like, device_bytes, platform_of
 from jaxft.core.types import Cache, Model, Params
+from jaxft.rollout.calls import TopLogprobs
 from jaxft.rollout.decode_batch import (
     MAX_BIASED_IDS,
     MAX_STOP_IDS,
@@ -34,7 +36,7 @@ from jaxft.rollout.decode_batch import (
     prefill,
     slot_shapes,
 )
-from jaxft.rollout.requests import Request, TopLogprobs
+from jaxft.rollout.requests import Request
 
 DISPATCH_TOKENS = (2, 8)
 """Numbers of tokens that a program decodes: few, to end with a request that others wait for, or many."""
@@ -82,16 +84,6 @@ class Row(NamedTuple):
     slot: int
     pages: Sequence[int]
     num_tokens: int
-
-
-class Decoded(NamedTuple):
-    """Tokens sampled by one dispatch, on the host; the first `counts` of each slot are real."""
-
-    tokens: Int[np.ndarray, "R N"]
-    sampler_logprobs: Float[np.ndarray, "R N"]
-    behavior_logprobs: Float[np.ndarray, "R N"]
-    counts: Int[np.ndarray, "R"]
-    active: Bool[np.ndarray, "R"]
 
 
 @dataclass
@@ -225,20 +217,19 @@ class ModelRunner:
             dispatch.append((slots, is_few, results))
         return dispatch
 
-    def read(self, dispatch: Dispatch) -> Decoded:
-        """Wait for a dispatch, and return its tokens in one table of all slots."""
+    def read(self, dispatch: Dispatch) -> tuple[SampledTokens, Bool[np.ndarray, "R"]]:
+        """Wait for a dispatch, and return its tokens in one table of all slots, and which slots go on."""
         read = jax.device_get([results for _, _, results in dispatch])
-        width = max(emitted.tokens.shape[1] for emitted, _ in read)
-        table = Decoded(
-            *(np.zeros((self.slots, width), dtype) for dtype in (np.int32, np.float32, np.float32)),
-            *(np.zeros(self.slots, dtype) for dtype in (np.int32, bool)),
-        )
-        for (slots, is_few, _), (emitted, active) in zip(dispatch, read, strict=True):
+        width = max(sampled.tokens.shape[1] for sampled, _ in read)
+        tables: list[Any] = [np.zeros((self.slots, width), dtype) for dtype in (np.int32, np.float32, np.float32)]
+        tables += [np.zeros(self.slots, dtype) for dtype in (np.int32, bool)]
+        for (slots, is_few, _), (sampled, active) in zip(dispatch, read, strict=True):
             chosen, rows = list(slots), slice(len(slots)) if is_few else list(slots)
-            for whole, part in zip(table, (*emitted, active), strict=True):
+            for whole, part in zip(tables, (*sampled, active), strict=True):
                 whole[chosen] = part[rows]
-        self.counts.decoded_tokens += int(table.counts.sum())
-        return table
+        *sampled, active = tables
+        self.counts.decoded_tokens += int(sampled[-1].sum())
+        return SampledTokens(*sampled), active
 
     def top_logprobs(self, params: Params, request: Request, token_ids: Sequence[int], count: int) -> list[TopLogprobs]:
         """Return the most likely tokens, at most `count`, at the position of each sampled token of a completion.

@@ -1,8 +1,8 @@
-"""Requests to an engine, and the completions that it returns."""
+"""Requests to an engine."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,6 @@ from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 
 MAX_TOP_LOGPROBS = 20
 """Largest `top_logprobs` of a request, as in OpenAI's API."""
-
-TopLogprobs = tuple[tuple[int, float], ...]
-"""Pairs of a token id and its log-probability, the most likely first."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +44,6 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     find_stop: Callable[[list[int], int], int | None] | None = None
     top_logprobs: int = 0
-
-
-@dataclass
-class Completion:
-    """Tokens sampled for a request, each with its log-probabilities; `finish_reason` is `stop` or `length`.
-
-    `policy_versions` holds the version of the weights that sampled each token, and `policy_version` that of the first;
-    they differ where the weights were changed beneath the request. `top_logprobs` holds, for each token, pairs of a
-    token id and its log-probability, if the request asks for them.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    sampler_logprobs: list[float] = field(default_factory=list)
-    behavior_logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = "length"
-    policy_version: int = 0
-    policy_versions: list[int] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
-
-    @property
-    def per_token(self) -> tuple[list[Any], ...]:
-        """The lists with one value per sampled token."""
-        return self.token_ids, self.sampler_logprobs, self.behavior_logprobs, self.policy_versions
 
 
 def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:

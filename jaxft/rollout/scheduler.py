@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from jaxft.core.cache import PAGE_TOKENS, pages_for
+from jaxft.rollout.calls import Completion
 from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, Piece, Row
 from jaxft.rollout.page_pool import PagePool, page_keys
-from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.requests import Request
 
 OnTokens = Callable[[list[int], list[float]], None]
 """Function of new token ids and their log-probabilities, called in the event loop of the request."""
@@ -144,11 +145,10 @@ class Scheduler:
         for running in reversed([running for running in self.running.values() if not running.is_prefilled]):
             self._preempt(running)
 
-    def admit(self, version: int, *, is_draining: bool) -> Admitted:
+    def admit(self, *, is_draining: bool) -> Admitted:
         """Give slots and pages to waiting requests, the oldest first, as long as there are both.
 
         Args:
-            version: policy version of requests that begin now.
             is_draining: True to admit only those that have begun before.
         """
         with self.lock:
@@ -170,8 +170,6 @@ class Scheduler:
                 continue  # another request computes pages that this one needs
             slot = free[shard].popleft()
             admitted.copies.extend(self._take_pages(running, shard))
-            if not running.completion.token_ids:
-                running.completion.policy_version = version
             running.slot, running.attempt = slot, running.attempt + 1
             self.running[slot] = running
             admitted.requests.append((slot, running.current))
@@ -307,7 +305,7 @@ class Scheduler:
         if self.keeps_tokens or running.keeps_tokens:
             running.decode_from(running.completion.token_ids)
         else:
-            running.completion = Completion(policy_version=running.completion.policy_version)
+            running.completion = Completion()
         with self.lock:
             self.waiting.appendleft(running)
 

@@ -83,22 +83,23 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
             sequences.append(longest)
         _extend(longest, call, turns[call.index], is_target(call))
         if is_target(call):  # what others add behind it is cut off
-            longest.episode_truncated = turns[call.index] == len(calls) - 1 and call.finish_reason == "length"
+            is_last = turns[call.index] == len(calls) - 1
+            longest.episode_truncated = is_last and call.reply.completion.finish_reason == "length"
     return [_without_tail(sequence) for sequence in sequences if any(sequence.completion_mask)]
 
 
 def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> None:
-    sampled = len(call.token_ids) if is_target else 0
+    completion = call.reply.completion
+    sampled = len(completion.token_ids) if is_target else 0
     context = len(call.context_ids) - len(sequence.tokens) - sampled
     sequence.tokens += call.context_ids[len(sequence.tokens) :]
     sequence.completion_mask += [False] * context + [True] * sampled
-    sequence.sampler_logprobs += [0.0] * context + list(call.sampler_logprobs[:sampled])
-    sequence.behavior_logprobs += [0.0] * context + list(call.behavior_logprobs[:sampled])
+    sequence.sampler_logprobs += [0.0] * context + completion.sampler_logprobs[:sampled]
+    sequence.behavior_logprobs += [0.0] * context + completion.behavior_logprobs[:sampled]
     sequence.temperatures += [call.temperature] * (context + sampled)
-    versions = call.policy_versions or (call.policy_version,) * len(call.token_ids)
-    sequence.policy_versions += [-1] * context + list(versions[:sampled])
+    sequence.policy_versions += [-1] * context + completion.policy_versions[:sampled]
     sequence.turns += [-1] * context + [turn] * sampled
-    sequence.truncated |= is_target and call.finish_reason == "length"
+    sequence.truncated |= is_target and completion.finish_reason == "length"
 
 
 def _without_tail(sequence: TokenSequence) -> TokenSequence:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxft.errors import RequestError
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.messages import MAX_TOOLS
 from jaxft.rollout.token_text import split_token_text
 from jaxft.serving.fields import (

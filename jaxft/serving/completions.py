@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxft.rollout.chat_request import CompletionRequest, Delta, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import CompletionRequest, Delta
 from jaxft.rollout.requests import MAX_TOP_LOGPROBS
 from jaxft.rollout.token_text import split_token_text
 from jaxft.serving.fields import (

@@ -9,7 +9,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.messages import MAX_TOOLS, Message, Tool, ToolCall
 from jaxft.serving.fields import (
     AT_LEAST_0,

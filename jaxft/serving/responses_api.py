@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.messages import Message, Tool, ToolCall
 from jaxft.serving.fields import make_table, object_schema, read_fields, read_one_of, short
 from jaxft.serving.responses_fields import FIELDS, GIVEN, ITEMS, PARTS, ROLES, SAID, TOOL, TOOL_CHOICE

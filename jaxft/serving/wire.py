@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from jaxft.errors import RequestError
-from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 
 MAX_BODY_BYTES = 2**24
 """Largest body of a request."""

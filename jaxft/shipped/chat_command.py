@@ -26,7 +26,8 @@ from jaxft.harness.config import load_models
 from jaxft.harness.registry import import_module
 from jaxft.harness.runtime import exit_code_of
 from jaxft.harness.signals import current_shutdown
-from jaxft.rollout.chat_request import ChatRequest, Reply
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import Tool, ToolCall

@@ -91,7 +91,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
                 "run_id": run_id,
                 "score": outcome.reward,
                 "reasoning": verdict.reasoning,
-                "finish_reasons": [call.finish_reason for call in outcome.episode.calls],
+                "finish_reasons": [call.reply.completion.finish_reason for call in outcome.episode.calls],
                 **({} if outcome.error is None else {"error": outcome.error}),
                 # For people who read `trajectories/samples.jsonl`; nothing is trained on them.
                 **({"remote_calls": [asdict(call) for call in remote_calls]} if remote_calls else {}),

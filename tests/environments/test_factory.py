@@ -15,7 +15,7 @@ from jaxft.environments.configs import EnvironmentFactoryConfig, EnvironmentRewa
 from jaxft.environments.factory import environment_kind, find_factory, opening, reward, workflow
 from jaxft.errors import ConfigError
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.rollout.chat_request import Reply
+from jaxft.rollout.calls import Completion, Reply
 from jaxft.rollout.messages import ToolCall
 
 HERE = f"{__name__}:"
@@ -98,7 +98,7 @@ class Speaker:
         text = calls if isinstance(calls, str) else ""
         named = () if isinstance(calls, str) else calls
         tool_calls = tuple(ToolCall(f"call{n}", name, json.dumps(args)) for n, (name, args) in enumerate(named))
-        return Reply(text, "tool_calls" if named else "stop", (), (), 0, tool_calls=tool_calls)
+        return Reply(text, Completion(finish_reason="stop"), tool_calls=tool_calls)
 
 
 def play(llm, factory, row, **options):

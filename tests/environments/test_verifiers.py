@@ -102,7 +102,7 @@ def test_an_environment_of_several_turns_is_one_episode(speaker):
         assert outcome.error is None, outcome.traceback
         assert outcome.named_rewards == {"turns": 2.0, "played": 0.5}
         assert [call.content for call in outcome.episode.calls] == ["b", "c"]
-        assert not any(call.is_retokenized for call in outcome.episode.calls)
+        assert not any(call.prompt.is_retokenized for call in outcome.episode.calls)
 
 
 @pytest.mark.envs
@@ -114,7 +114,7 @@ def test_tools_of_a_task_are_called(speaker):
     (outcome,) = play(speaker(said, [tool]), VerifiersDatasetConfig(taskset={"id": "toy-lookup"}))
     assert outcome.error is None, outcome.traceback
     assert outcome.reward == 1.0
-    assert [len(each.tool_calls) for each in outcome.episode.calls] == [1, 0]
+    assert [len(each.reply.tool_calls) for each in outcome.episode.calls] == [1, 0]
 
 
 @pytest.mark.envs

@@ -12,7 +12,7 @@ from jaxft.harness.steps import (
     StreamEventData,
     parse_to_openai_messages,
 )
-from jaxft.rollout.calls import Call, call_of
+from jaxft.rollout.calls import Call, Completion, Prompt, Reply, call_of
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import Episode
 
@@ -21,11 +21,11 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def call(index, messages, content, **changes):
-    fields = {"prompt_ids": (index,), "token_ids": (7, 8), "sampler_logprobs": (-0.5, -1.0)}
-    fields |= {"behavior_logprobs": (-0.5, -1.0), "temperature": 1.0, "finish_reason": "stop", "policy_version": 3}
-    fields |= {"llm": "policy", "messages": tuple(messages), "content": content, "prompt_text": ""}
-    return Call(index=index, **(fields | changes))
+def call(index, messages, content, tool_calls=(), functions=(), prompt_ids=None):
+    completion = Completion([7, 8], [-0.5, -1.0], [-0.5, -1.0], [3, 3], "stop")
+    prompt = Prompt("", prompt_ids or (index,))
+    reply = Reply(content, completion, prompt.ids, index, tool_calls)
+    return Call(index, "policy", tuple(messages), prompt, reply, functions=functions)
 
 
 @pytest.fixture

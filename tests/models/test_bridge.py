@@ -124,7 +124,7 @@ def differences_on_mesh(make, sizes):
         runner.prefill(placed, [piece], runner.piece_width(2))
     runner.admit(placed, list(enumerate(requests)))
     rows = [Row(slot, [pages[slot]], 3) for slot in range(8)]
-    decoded = runner.read(runner.advance(placed, rows, 8, is_filtered=False))
+    decoded, _ = runner.read(runner.advance(placed, rows, 8, is_filtered=False))
     tokens = np.hstack([[request.prompt_ids for request in requests], decoded.tokens])
     found.append((tokens, np.pad(decoded.sampler_logprobs, ((0, 0), (3, 0))), np.arange(11) >= 3 + np.zeros((8, 1))))
     scored = [np.asarray(score(alone, params, tokens).logprobs) for tokens, _, _ in found]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import PromptTooLongError
-from jaxft.rollout.calls import Call
+from jaxft.rollout.calls import Call, Completion, Reply
 from jaxft.rollout.chat import PROMPT_CHARACTERS, ChatTemplate, find_stop_ids, load_tokenizer
 
 END = 1  # of the embedded tokenizer
@@ -81,21 +81,9 @@ def assistant(content):
 def answered(template, messages, token_ids, *, content=None, earlier=()):
     """The call in which the policy answers `messages` with `token_ids`."""
     prompt = template.prompt(messages, earlier)
-    logprobs = (-1.0,) * len(token_ids)
-    return Call(
-        index=len(earlier),
-        llm="policy",
-        messages=tuple(messages),
-        content=template.answer_text(token_ids) if content is None else content,
-        prompt_text=prompt.text,
-        prompt_ids=prompt.ids,
-        token_ids=tuple(token_ids),
-        sampler_logprobs=logprobs,
-        behavior_logprobs=logprobs,
-        temperature=1.0,
-        finish_reason="stop" if token_ids[-1] in template.stop_ids else "length",
-        policy_version=0,
-    )
+    content = template.answer_text(token_ids) if content is None else content
+    reply = Reply(content, Completion(list(token_ids)), prompt.ids, len(earlier))
+    return Call(len(earlier), "policy", tuple(messages), prompt, reply)
 
 
 def next_prompt(template, call, question="next"):
@@ -235,7 +223,7 @@ def test_a_text_is_cut_outside_of_control_tokens_before_it_is_tokenised(words):
 
 def test_a_continued_conversation_is_cut_like_any_other(words):
     call = answered(words, [user("x")], [1, *words.stop_ids])
-    call = dataclasses.replace(call, truncated_tokens=7)
+    call = dataclasses.replace(call, prompt=call.prompt._replace(truncated_tokens=7))
     longer = [*call.messages, assistant(call.content)]
     continued = words.prompt([*longer, user("x")], [call], max_tokens=96, truncate_left=True)
     assert continued.ids[: len(call.context_ids)] == call.context_ids and continued.truncated_tokens == 7

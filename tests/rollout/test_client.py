@@ -66,8 +66,8 @@ def test_calls_inside_an_episode_are_recorded_and_repeatable(client):
     assert chat(client, episode=repeated, times=2, max_tokens=8, temperature=0.9) == replies
     assert chat(client, episode=other, times=1, max_tokens=8, temperature=0.9)[0] != replies[0]
     call = episode.calls[1]
-    assert (call.index, call.llm, call.temperature, call.policy_version) == (1, "player", 0.9, 0)
-    assert (call.token_ids, call.content, call.finish_reason) == (
+    assert (call.index, call.llm, call.temperature, call.reply.policy_version) == (1, "player", 0.9, 0)
+    assert (call.token_ids, call.content, call.reply.finish_reason) == (
         replies[1].token_ids,
         replies[1].content,
         replies[1].finish_reason,
@@ -143,7 +143,7 @@ def test_a_truncated_prompt_is_recorded_as_it_was_fed(policy, max_tokens, fed):
     whole = policy.template.prompt(LONG).ids
     (reply,) = chat(client, LONG, episode=episode, max_tokens=max_tokens)
     (call,) = episode.calls
-    assert call.prompt_ids == whole[-fed:] and call.truncated_tokens == len(whole) - fed
+    assert call.prompt_ids == whole[-fed:] and call.prompt.truncated_tokens == len(whole) - fed
     assert len(reply.token_ids) <= (max_tokens or 48) and call.context_ids == (*whole[-fed:], *reply.token_ids)
     # The same ids, asked for by themselves, give the same tokens: nothing that was cut is remembered.
     (repeated,) = chat(client, LONG, episode=make_episode(), max_tokens=max_tokens)
@@ -157,7 +157,7 @@ def test_a_next_turn_goes_on_from_a_truncated_prompt(policy):
     converse(client, episode, LONG, stop, include_stop=True)
     first, second = episode.calls
     assert second.prompt_ids[: len(first.context_ids)] == first.context_ids
-    assert second.truncated_tokens == first.truncated_tokens == 123 - 56  # the same beginning is missing
+    assert second.prompt.truncated_tokens == first.prompt.truncated_tokens == 123 - 56  # the same beginning is missing
     (sequence,) = token_sequences(episode.calls)
     assert tuple(sequence.tokens) == second.context_ids and sequence.completion_mask.index(True) == 56
 
@@ -167,14 +167,14 @@ def test_text_cut_before_it_is_tokenised_is_counted(policy):
     chat(client, [{"role": "user", "content": "x " * 600_000}], episode=episode, max_tokens=5)
     (call,) = episode.calls
     assert policy.template.tokenizer.decode(call.prompt_ids) == " x" * 44 + " <|end|><|assistant|>"
-    assert call.truncated_tokens + len(call.prompt_ids) == pytest.approx(1_200_003, rel=1e-4)
+    assert call.prompt.truncated_tokens + len(call.prompt_ids) == pytest.approx(1_200_003, rel=1e-4)
 
 
 def test_prompts_that_fit_are_never_cut(policy):
     for long_prompts in ("drop", "truncate_left"):
         episode = make_episode()
         chat(ChatClient(policy, "player", long_prompts), episode=episode, max_tokens=90)
-        assert episode.calls[0].truncated_tokens == 0 and not episode.is_dropped
+        assert episode.calls[0].prompt.truncated_tokens == 0 and not episode.is_dropped
 
 
 def test_a_long_prompt_marks_an_episode_that_is_to_be_dropped(policy):
@@ -231,7 +231,7 @@ def test_tools_are_called_and_turns_are_one_sequence(make_scripted_policy, token
 
     second = asyncio.run(main())
     assert (second.content, second.finish_reason, second.tool_calls) == ("3 <call:look_up>{", "stop", ())
-    assert [call.has_malformed_tool_call for call in episode.calls] == [False, True]
+    assert [call.reply.has_malformed_tool_call for call in episode.calls] == [False, True]
     (sequence,) = token_sequences(episode.calls)
     assert tokenizer.decode(sequence.tokens) == asked + called + "<|tool|>3<|end|><|assistant|>3 <call:look_up>{<|end|>"
 
@@ -319,7 +319,7 @@ def test_answers_to_one_request_have_one_version(make_policy):
 
     reply = asyncio.run(main())
     versions = {choice.policy_version for choice in reply.choices}
-    assert versions == {1} == {call.policy_version for call in episode.calls} and len(episode.calls) == 20
+    assert versions == {1} == {call.reply.policy_version for call in episode.calls} and len(episode.calls) == 20
 
 
 def test_a_step_reward_names_one_of_several_answers(client):

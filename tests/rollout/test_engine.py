@@ -9,14 +9,15 @@ import jax
 import numpy as np
 import pytest
 
+from jaxft.core.decode import SampledTokens
 from jaxft.errors import DeviceThreadError, NonFiniteError, PolicyError, PolicyLostError, RequestError
+from jaxft.rollout.calls import Completion
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.engine import Engine, _take_tokens
-from jaxft.rollout.model_runner import Decoded
 from jaxft.rollout.recorder import Episode, recording
-from jaxft.rollout.requests import Completion, Request
+from jaxft.rollout.requests import Request
 from jaxft.rollout.scheduler import Running
 from jaxft.rollout.sequences import token_sequences
 from jaxft.rollout.streaming import StopFinder
@@ -154,7 +155,8 @@ def test_a_request_that_lost_its_tokens_may_stop_at_an_earlier_one(tokenizer):
     def has_ended(text):
         ids = np.array([tokenizer.encode(text)])
         logprobs = np.zeros(ids.shape, np.float32)
-        return _take_tokens(running, 0, Decoded(ids, logprobs, logprobs, np.array([len(text)]), np.array([True])), 0)
+        sampled = SampledTokens(ids, logprobs, logprobs, np.array([len(text)]))
+        return _take_tokens(running, 0, sampled, 0, is_active=True)
 
     assert not has_ended("abcd") and not has_ended("efgh")
     running.completion = Completion()

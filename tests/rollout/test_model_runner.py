@@ -118,9 +118,9 @@ class Served:
         self.runner.admit(self.params, [(slot, request) for slot, _, request in rows])
         states = [Row(slot, pages, len(request.prompt_ids)) for slot, pages, request in rows]
         options = {"is_filtered": False} | options
-        decoded = self.runner.read(self.runner.advance(self.params, states, num_steps, **options))
+        decoded, active = self.runner.read(self.runner.advance(self.params, states, num_steps, **options))
         return [
-            (decoded.tokens[slot].tolist(), decoded.sampler_logprobs[slot].tolist(), bool(decoded.active[slot]))
+            (decoded.tokens[slot].tolist(), decoded.sampler_logprobs[slot].tolist(), bool(active[slot]))
             for slot, _, _ in rows
         ]
 
@@ -175,7 +175,7 @@ def test_two_steps_at_a_time_and_the_program_with_filters_change_no_bit(served, 
     first, second = served.decode([(9, [7, 3, 5], request)], 2)[0], []
     for step in range(1, 4):
         row = Row(9, [7, 3, 5], len(request.prompt_ids) + 2 * step)
-        decoded = served.runner.read(served.runner.advance(served.params, [row], 2, is_filtered=True))
+        decoded, _ = served.runner.read(served.runner.advance(served.params, [row], 2, is_filtered=True))
         second += zip(decoded.tokens[9].tolist(), decoded.sampler_logprobs[9].tolist(), strict=True)
     assert first[0] + [token for token, _ in second] == tokens
     assert first[1] + [value for _, value in second] == logprobs
@@ -188,7 +188,7 @@ def test_slots_that_are_not_chosen_stay_as_they_are(served, alone):
     found = {}
     for slot, pages, _ in reversed(rows):
         dispatch = served.runner.advance(served.params, [Row(slot, pages, 5)], 8, is_filtered=False)
-        decoded = served.runner.read(dispatch)
+        decoded, _ = served.runner.read(dispatch)
         assert decoded.counts.tolist() == [8 * (slot == each) for each in range(SLOTS)]
         found[slot] = decoded.tokens[slot].tolist(), decoded.sampler_logprobs[slot].tolist(), True
     assert [found[slot] for slot in range(2)] == [alone[0][1], alone[6][1]]

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import RequestError
-from jaxft.rollout.calls import Call
+from jaxft.rollout.calls import Call, Completion, Reply
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.responses import ParsedAnswer, ResponseFormat, number_tool_calls
@@ -129,26 +129,11 @@ def sample(template, messages, text, earlier=(), tools=TOOLS, end=True):
     prompt = template.prompt(messages, earlier, tools=tools)
     ids = template.tokenizer(text, add_special_tokens=False)["input_ids"] + [template.stop_ids[0]] * end
     answer = template.responses.parse(template.responses.text(ids), prompt.text, has_tools=bool(tools))
-    logprobs = (-1.0,) * len(ids)
-    return Call(
-        index=len(earlier),
-        llm="policy",
-        messages=canonical_messages(messages),
-        content=answer.content,
-        prompt_text=prompt.text,
-        prompt_ids=prompt.ids,
-        token_ids=tuple(ids),
-        sampler_logprobs=logprobs,
-        behavior_logprobs=logprobs,
-        temperature=1.0,
-        finish_reason="stop",
-        policy_version=0,
-        response_text=text,
-        tool_calls=number_tool_calls(answer, len(earlier)),
-        reasoning_content=answer.reasoning_content,
-        has_malformed_tool_call=answer.is_malformed,
-        is_retokenized=prompt.is_retokenized,
+    tool_calls, thought = number_tool_calls(answer, len(earlier)), answer.reasoning_content
+    reply = Reply(
+        answer.content, Completion(ids), prompt.ids, len(earlier), tool_calls, thought, answer.is_malformed, text
     )
+    return Call(len(earlier), "policy", canonical_messages(messages), prompt, reply)
 
 
 def parse(template, text, has_tools=True):
@@ -444,12 +429,12 @@ def test_every_template_has_a_format_of_calls_or_refuses_tools(tokenizer):
 def test_turns_stay_token_exact_where_the_prompt_begins_the_thought(tokenizer, thought, said):
     template = make_template("qwen3_5", tokenizer)
     call = sample(template, [user("Weather?")], thought + said)
-    assert call.content == ("" if call.tool_calls else "Cold.") and (call.reasoning_content == "hm") == (
+    assert call.content == ("" if call.reply.tool_calls else "Cold.") and (call.reply.reasoning_content == "hm") == (
         "hm" in thought
     )
     answer = {"role": "assistant", "content": call.content or None}
-    if call.tool_calls:
-        answer["tool_calls"] = [each.as_message() for each in call.tool_calls]
+    if call.reply.tool_calls:
+        answer["tool_calls"] = [each.as_message() for each in call.reply.tool_calls]
     # A question of the user's would make the template leave out the reasoning before it.
     history = [user("Weather?"), answer, {"role": "tool", "content": "3 degrees", "tool_call_id": "123456789"}]
     prompt = template.prompt(history, [call], tools=TOOLS)
@@ -528,20 +513,20 @@ def test_turns_with_calls_stay_token_exact(family, template, write, spelling):
     messages, calls = [user("Weather?")], []
     for turn in range(3):
         call = sample(template, messages, CALLS[family][spelling], calls)
-        assert not call.is_retokenized
+        assert not call.prompt.is_retokenized
         if calls:
             known = calls[-1].context_ids
             assert call.prompt_ids[: len(known)] == known
             # Only the spelling of the calls differs from the rendered conversation.
             rest = template.tokenizer.decode(call.prompt_ids[len(known) :])
-            assert call.prompt_text.endswith(rest) and f"{turn - 1} degrees" in rest
+            assert call.prompt.text.endswith(rest) and f"{turn - 1} degrees" in rest
         calls.append(call)
         answer = {"role": "assistant", "content": call.content}
-        answer["tool_calls"] = [each.as_message() for each in call.tool_calls]
+        answer["tool_calls"] = [each.as_message() for each in call.reply.tool_calls]
         result = {
             "role": "tool",
             "content": f"{turn} degrees",
-            "tool_call_id": call.tool_calls[0].id,
+            "tool_call_id": call.reply.tool_calls[0].id,
             "name": "weather",
         }
         messages = [*messages, write(answer), result]
@@ -586,13 +571,13 @@ def test_an_edited_call_is_tokenised_afresh(family, template):
 
 def test_results_spell_no_control_tokens(family, template):
     call = sample(template, [user("Weather?")], CALLS[family][0])
-    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.tool_calls]}
+    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.reply.tool_calls]}
 
     def controls(result):
         messages = [
             user("Weather?"),
             answer,
-            {"role": "tool", "content": result, "tool_call_id": call.tool_calls[0].id},
+            {"role": "tool", "content": result, "tool_call_id": call.reply.tool_calls[0].id},
         ]
         ids = template.prompt(messages, [call], tools=TOOLS).ids
         assert ids[: len(call.context_ids)] == call.context_ids
@@ -603,8 +588,8 @@ def test_results_spell_no_control_tokens(family, template):
 
 def test_an_answer_cut_before_its_end_is_ended_by_the_template(family, template):
     call = sample(template, [user("Weather?")], CALLS[family][0], end=False)
-    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.tool_calls]}
-    messages = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.tool_calls[0].id}]
+    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.reply.tool_calls]}
+    messages = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.reply.tool_calls[0].id}]
     ids = template.prompt(messages, [call], tools=TOOLS).ids
     assert ids[: len(call.context_ids) + 1] == (*call.context_ids, template.stop_ids[0])
 
@@ -613,14 +598,14 @@ def test_an_answer_cut_before_its_end_is_ended_by_the_template(family, template)
 def test_reasoning_stays_in_the_ids_while_the_template_keeps_it(tokenizer, echo):
     template = make_template("qwen3", tokenizer)
     call = sample(template, [user("Weather?")], "<think>\nhm\n</think>\n\n" + CALLS["qwen3"][0])
-    answer = {"role": "assistant", "content": "", "tool_calls": [each.as_message() for each in call.tool_calls]}
+    answer = {"role": "assistant", "content": "", "tool_calls": [each.as_message() for each in call.reply.tool_calls]}
     if echo == "in the content":
         answer["content"] = "<think>\nhm\n</think>\n"
     elif echo is not None:
         answer["reasoning_content"] = echo
-    history = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.tool_calls[0].id}]
+    history = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.reply.tool_calls[0].id}]
     second = sample(template, history, "<think>\nso\n</think>\n\n3 degrees", [call])
-    assert second.prompt_ids[: len(call.context_ids)] == call.context_ids and second.reasoning_content == "so"
+    assert second.prompt_ids[: len(call.context_ids)] == call.context_ids and second.reply.reasoning_content == "so"
     # The template leaves out the reasoning before the last question.
     history = [*history, {"role": "assistant", "content": "3 degrees"}, user("And Bern?")]
     third = template.prompt(history, [call, second], tools=TOOLS)
@@ -630,8 +615,8 @@ def test_reasoning_stays_in_the_ids_while_the_template_keeps_it(tokenizer, echo)
 def test_an_assistant_with_a_name_and_an_empty_thought_is_recognised(family, template):
     call = sample(template, [user("Weather?")], CALLS[family][0])
     answer = {"role": "assistant", "name": "helper", "content": "", "reasoning_content": ""}
-    answer["tool_calls"] = [each.as_message() for each in call.tool_calls]
-    messages = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.tool_calls[0].id}]
+    answer["tool_calls"] = [each.as_message() for each in call.reply.tool_calls]
+    messages = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.reply.tool_calls[0].id}]
     assert template.prompt(messages, [call], tools=TOOLS).ids[: len(call.context_ids)] == call.context_ids
 
 

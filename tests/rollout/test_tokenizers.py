@@ -16,7 +16,7 @@ from jaxft.cli import main
 from jaxft.errors import RequestError
 from jaxft.models.bridge import from_function
 from jaxft.models.hf_files import save_tokenizer
-from jaxft.rollout.calls import Call, openai_logprobs
+from jaxft.rollout.calls import Call, Completion, Reply, openai_logprobs
 from jaxft.rollout.chat import ChatTemplate, find_stop_ids, load_tokenizer
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
@@ -324,20 +324,8 @@ def test_a_next_turn_goes_on_from_the_sampled_ids(template, kind, is_cut):
     prompt = template.prompt(questions[:1])
     end = template.tokenizer.convert_tokens_to_ids(template.end_of_turn)
     ids = [*encode(template, "stop"), *([] if is_cut else [end])]
-    call = Call(
-        index=0,
-        llm="policy",
-        messages=canonical_messages(questions[:1]),
-        content=template.answer_text(ids),
-        prompt_text=prompt.text,
-        prompt_ids=prompt.ids,
-        token_ids=tuple(ids),
-        sampler_logprobs=(-1.0,) * len(ids),
-        behavior_logprobs=(-1.0,) * len(ids),
-        temperature=1.0,
-        finish_reason="length" if is_cut else "stop",
-        policy_version=0,
-    )
+    reply = Reply(template.answer_text(ids), Completion(ids), prompt.ids, 0)
+    call = Call(0, "policy", canonical_messages(questions[:1]), prompt, reply)
     history = [questions[0], assistant(call.content), questions[1]]
     continued, afresh = template.prompt(history, [call]), template.prompt(history)
     assert continued.ids[: len(call.context_ids)] == call.context_ids and not continued.is_retokenized

@@ -451,7 +451,7 @@ def test_each_reply_tells_the_policy_version_that_sampled_it(make_policy, n):
         ids = {tuple(choice.token_ids) for choice in reply.choices}
         calls = [call for call in episode.calls if call.token_ids in ids]
         told = [int(version) for version in reply.system_fingerprint.removeprefix("policy_version_").split("_")]
-        assert set(told) == {call.policy_version for call in calls} and len(calls) == n >= len(told)
+        assert set(told) == {call.reply.policy_version for call in calls} and len(calls) == n >= len(told)
         versions |= set(told)
     assert versions == {0, 1}
 

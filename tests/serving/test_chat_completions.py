@@ -5,7 +5,8 @@ import typing
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.messages import ToolCall
 from jaxft.serving.chat_completions import FIELDS, ChunkWriter, completion, parse_call
 from jaxft.serving.fields import KINDS
@@ -174,17 +175,17 @@ def test_whole_characters_are_read_however_they_are_escaped():
     assert parse_body('{"a": "\\ud83d\\ude00 \\\\ud83d ü"}'.encode()) == {"a": "\N{GRINNING FACE} \\ud83d ü"}
 
 
+def sampled(token_ids, logprobs, top_logprobs=()):
+    return Completion(token_ids, logprobs, logprobs, [3] * len(token_ids), "stop", list(top_logprobs))
+
+
 REPLY = Reply(
     content="",
-    finish_reason="tool_calls",
-    token_ids=(7, 8),
-    logprobs=(-0.5, -0.25),
-    policy_version=3,
+    completion=sampled([7, 8], [-0.5, -0.25], [((7, -0.5), (9, float("-inf"))), ((8, -0.25), (7, -3.0))]),
     prompt_ids=(1, 2, 3),
     tool_calls=(ToolCall("abcdefgh1", "look", '{"x": 1}'),),
     reasoning_content="hm",
-    top_logprobs=(((7, -0.5), (9, float("-inf"))), ((8, -0.25), (7, -3.0))),
-    others=(Reply("yes", "stop", (9,), (-1.0,), 3, prompt_ids=(1, 2, 3), top_logprobs=(((9, -1.0), (8, -2.0)),)),),
+    others=(Reply("yes", sampled([9], [-1.0], [((9, -1.0), (8, -2.0))]), (1, 2, 3)),),
 )
 TEXTS = {7: "é", 8: "b", 9: "c"}.__getitem__
 

@@ -6,7 +6,8 @@ import openai
 import pytest
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from jaxft.rollout.chat_request import CompletionRequest, Delta, Reply
+from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.chat_request import CompletionRequest, Delta
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.recorder import Episode, recording
@@ -94,15 +95,12 @@ def test_other_prompts_are_refused_with_a_way_out(prompt, said):
     assert caught.value.param == "prompt"
 
 
+TOP = [((7, -0.5), (9, -1.0), (10, -2.0)), ((8, -0.25),)]
 REPLY = Reply(
     content="éb",
-    finish_reason="stop",
-    token_ids=(7, 8),
-    logprobs=(-0.5, float("-inf")),
-    policy_version=3,
+    completion=Completion([7, 8], [-0.5, float("-inf")], [], [3, 3], "stop", TOP),
     prompt_ids=(5, 6),
-    top_logprobs=(((7, -0.5), (9, -1.0), (10, -2.0)), ((8, -0.25),)),
-    others=(Reply("c", "length", (9,), (-1.0,), 3, prompt_ids=(5, 6), top_logprobs=(((9, -1.0),),)),),
+    others=(Reply("c", Completion([9], [-1.0], [], [3], "length", [((9, -1.0),)]), prompt_ids=(5, 6)),),
     stop_reason=8,
 )
 TEXTS = {7: "é", 8: "b", 9: "c", 10: "c"}.__getitem__
@@ -153,7 +151,10 @@ def test_token_ids_are_sampled_and_recorded_as_the_chat_of_the_same_ids(llm, cli
         return [chunk async for chunk in await ask(client, reply.prompt_ids, stream=True, **options)]
 
     chunks = run(stream(), streamed)
-    assert streamed.calls == whole.calls
+    assert token_sequences(streamed.calls) == token_sequences(whole.calls)
+    assert [(call.prompt, call.content) for call in streamed.calls] == [
+        (call.prompt, call.content) for call in whole.calls
+    ]
     for index, call in enumerate(whole.calls):
         choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
         assert "".join(choice.text for choice in choices) == call.content
@@ -177,7 +178,7 @@ def test_a_prompt_that_begins_with_an_earlier_call_extends_its_row(llm, client, 
     assert third.prompt_ids[: len(second.context_ids)] == second.context_ids
     assert sum(sum(row.completion_mask) for row in rows) == sum(len(call.token_ids) for call in episode.calls)
     assert fourth.prompt_ids[: len(first.context_ids)] == first.context_ids
-    assert not any(call.is_retokenized for call in episode.calls)
+    assert not any(call.prompt.is_retokenized for call in episode.calls)
     assert len(episode_messages(episode.calls)) > 4
 
 
@@ -208,4 +209,4 @@ def test_an_episode_with_too_long_token_ids_may_be_dropped_or_truncated(policy):
     run(complete("truncate_left"), truncated)
     assert dropped.is_dropped and not dropped.calls
     (call,) = truncated.calls
-    assert len(call.prompt_ids) + 8 == 96 and call.truncated_tokens == 200 - len(call.prompt_ids)
+    assert len(call.prompt_ids) + 8 == 96 and call.prompt.truncated_tokens == 200 - len(call.prompt_ids)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from anthropic.types.message_create_params import MessageCreateParamsBase
 
-from jaxft.rollout.chat_request import Delta, Reply
+from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.chat_request import Delta
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import ENDPOINT, Episode, recording
@@ -177,10 +178,7 @@ def test_impossible_requests_are_refused_by_name(fields, param):
 
 REPLY = Reply(
     content="Well.",
-    finish_reason="tool_calls",
-    token_ids=(7, 8),
-    logprobs=(-0.5, -0.25),
-    policy_version=3,
+    completion=Completion([7, 8], [-0.5, -0.25], [], [3, 3], "stop"),
     prompt_ids=(1, 2, 3),
     tool_calls=(ToolCall("abcdefgh1", "look_up", '{"city": "Oslo"}'),),
     reasoning_content="hm",

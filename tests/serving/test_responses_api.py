@@ -8,7 +8,8 @@ import openai
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from jaxft.rollout.chat_request import Delta, Reply
+from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.chat_request import Delta
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.messages import ToolCall
@@ -146,10 +147,7 @@ def test_impossible_requests_are_refused_by_name(fields, param):
 
 REPLY = Reply(
     content="Well.",
-    finish_reason="tool_calls",
-    token_ids=(7, 8),
-    logprobs=(-0.5, -0.25),
-    policy_version=3,
+    completion=Completion([7, 8], [-0.5, -0.25], [], [3, 3], "stop"),
     prompt_ids=(1, 2, 3),
     tool_calls=(ToolCall("abcdefgh1", "look_up", '{"city": "Oslo"}'),),
     reasoning_content="hm",

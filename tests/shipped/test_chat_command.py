@@ -25,7 +25,8 @@ from jaxft.models.config import LoraSpec
 from jaxft.models.hf import save_model
 from jaxft.models.load import init_model
 from jaxft.models.peft import save_adapter
-from jaxft.rollout.chat_request import ChatRequest, Delta, Reply
+from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import ToolCall
@@ -233,7 +234,8 @@ class Stub(LanguageModel):
 
 def reply(content="", *calls, reasoning=None):
     made = tuple(ToolCall(f"call{number:05}", *call) for number, call in enumerate(calls))
-    return Reply(content, "stop", (7, 8), (-0.5, -1.5), 0, None, (1, 2, 3), made, reasoning)
+    completion = Completion([7, 8], [-0.5, -1.5], [], [0, 0], "stop")
+    return Reply(content, completion, (1, 2, 3), tool_calls=made, reasoning_content=reasoning)
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from jaxft.harness.data_models import (
 )
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
+from jaxft.rollout.calls import Completion, Reply
 from jaxft.rollout.chat import ChatTemplate
-from jaxft.rollout.chat_request import Reply
 from jaxft.rollout.recorder import episode, named_function
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -34,7 +34,7 @@ def ask(record_call):
 
     def ask(prompt_ids, token_ids, content="said"):
         record_call(prompt_ids, token_ids, content=content)
-        return Reply(content, "stop", tuple(token_ids), (-1.0,), 0, episode().calls[-1].index)
+        return Reply(content, Completion(list(token_ids)), call_index=episode().calls[-1].index)
 
     return ask
 
@@ -177,7 +177,7 @@ def test_candidates_that_make_no_sense_are_refused(collect, ask):
             ([first], [1e308], r"is 1e\+308"),
             ([first, first], [1.0, 2.0], "an answer is a candidate already"),
             ([first, other], [1.0, 2.0], "the answers are to different prompts"),
-            ([Reply("x", "stop", (1,), (0.0,), 0, None)], [1.0], "not given in this episode"),
+            ([Reply("x", Completion([1]))], [1.0], "not given in this episode"),
         ]
         for replies, scores, message in strange:
             with pytest.raises(ValueError, match=message):

@@ -2,14 +2,13 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
-from jaxft.rollout.calls import Call, call_of, logprobs_with_record
+from jaxft.rollout.calls import call_of, logprobs_with_record
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import token_sequences
 from jaxft.training.config import LossConfig
@@ -51,10 +50,11 @@ def test_a_job_with_nothing_to_train_names_the_cause(make_group):
     assert "3 failed, 1 were dropped" in refusal(group, episodes=4, failed_episodes=3, dropped_episodes=1)
 
 
-def test_rows_come_from_the_records_in_log_probabilities():
-    first = Call(0, "policy", (), "a", "", (1, 2), (3, 4), (-0.25, -0.1), (-0.25, -0.1), 1.0, "stop", 7)
-    second = replace(first, index=1, prompt_ids=(1, 2, 3, 4, 5), token_ids=(6,), sampler_logprobs=(-1 / 3,))
-    second = replace(second, behavior_logprobs=(-1 / 3,), finish_reason="length", functions=("planner",))
+def test_rows_come_from_the_records_in_log_probabilities(make_call):
+    first = make_call(0, (1, 2), [3, 4], messages=())
+    second = make_call(
+        1, (1, 2, 3, 4, 5), [6], logprobs=[-1 / 3], finish_reason="length", messages=(), functions=("f",)
+    )
     # Through JSON, as a file of another program would pass them on.
     logprobs = [json.loads(json.dumps(logprobs_with_record(call, str))) for call in (first, second)]
     assert [call_of(each) for each in logprobs] == [first, second]

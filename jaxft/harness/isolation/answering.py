@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxft.errors import PolicyError, one_line
 from jaxft.harness.isolation import messages
-from jaxft.rollout.chat_request import Reply
+from jaxft.rollout.calls import Reply
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import Episode, named_functions, recording
 

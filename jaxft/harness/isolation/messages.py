@@ -11,8 +11,8 @@ import struct
 from typing import Any, NamedTuple
 
 from jaxft.errors import WorkerError
-from jaxft.rollout.calls import Call, RemoteCall
-from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta, Reply
+from jaxft.rollout.calls import Call, RemoteCall, Reply
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 
 _LENGTH = struct.Struct("!Q")
 
