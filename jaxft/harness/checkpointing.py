@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxft.errors import CheckpointError, ConfigError, DiskFull, RestoreError
+from jaxft.errors import CheckpointError, ConfigError, RestoreError
 from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
@@ -197,11 +197,8 @@ class Checkpointing:
         def save(values: dict[str, Any], arrays: Any) -> bool:
             if _plain(values) != state["adapter"]:
                 return False
-            with self._tolerant():
-                checkpoints.wait()
-            with self._tolerant():
-                now = self.now.isoformat()
-                checkpoints.save(state["step"], state, arrays, score=self._score, seconds=self.seconds, now=now)
+            now = self.now.isoformat()
+            checkpoints.save(state["step"], state, arrays, score=self._score, seconds=self.seconds, now=now)
             return True
 
         if not self._is_saved:
@@ -210,17 +207,6 @@ class Checkpointing:
             return None
         self._begun_step = state["step"]
         return self._begun_step
-
-    @contextlib.contextmanager
-    def _tolerant(self) -> Iterator[None]:
-        """Raise or log the error of a checkpoint that cannot be written, according to `when_unwritable`."""
-        try:
-            yield
-        except (CheckpointError, DiskFull) as error:
-            # What fails in one of several processes may leave the others waiting for it.
-            if self._config.when_unwritable == "stop" or self._ring is not None:
-                raise
-            self.log(f"warning: {error}; the run continues without this checkpoint")
 
     @property
     def saved_step(self) -> int | None:
@@ -234,11 +220,10 @@ class Checkpointing:
         """Wait for the last save to finish, without blocking the event loop.
 
         Raises:
-            CheckpointError, DiskFull: it could not be written, and `when_unwritable` is `stop`.
+            CheckpointError, DiskFull: it could not be written.
         """
         if self._checkpoints is not None:
-            with self._tolerant():
-                await asyncio.to_thread(self._checkpoints.wait)
+            await asyncio.to_thread(self._checkpoints.wait)
 
     def close(self) -> None:
         """Wait for the background save; its errors are raised by `wait` only."""
@@ -250,11 +235,9 @@ class Checkpointing:
             # orbax and jax take seconds to import: a run that saves nothing does without them.
             from jaxft.runs.checkpoint import FOLDER, Checkpoints
 
-            config = self._config
             self._checkpoints = Checkpoints(
                 self._directory,
-                max_to_keep=config.max_to_keep,
-                keep_best=config.keep_best,
+                max_to_keep=self._config.max_to_keep,
                 ring=self._ring,
                 folder=None if self._shared is None else self._shared / FOLDER,
             )

@@ -97,12 +97,6 @@ class WorkersConfig(ConfigModel):
         description="MiB that a worker may take beside what importing the agent took; each process that it starts may "
         "take as much. null: no limit.",
     )
-    max_episodes: int | None = Field(
-        default=1000, ge=1, description="Episodes and evaluations after which a worker is replaced; null: never."
-    )
-    max_output_mb: int = Field(
-        default=1, ge=1, description="MiB that an episode or evaluation may write to its standard output."
-    )
 
 
 class EvalGeneralConfig(ConfigModel):

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 
 from jaxft.errors import did_you_mean
 from jaxft.files import home_path
-from jaxft.harness.addresses import Limits, is_loopback
+from jaxft.harness.addresses import is_loopback
 from jaxft.rollout.recorder import is_episode_token
 
 
@@ -200,48 +200,22 @@ class ServeConfig(ConfigModel):
     url: str | None = Field(
         default=None,
         description="Address by which agents reach the server, as in http://trainer.example:8000, for the base URLs of "
-        "episodes; null: the one that it listens on.",
-    )
-    allowed_hosts: tuple[str, ...] = Field(
-        default=(),
-        description="Names by which clients may call the server, beside those of this machine and the one in url; "
-        "requests for another name are refused. Without any, an address that needs a key takes all names.",
-    )
-    max_requests: int = Field(
-        default=256, ge=1, description="Requests that are answered at the same time; further ones get the status 429."
-    )
-    head_seconds: float = Field(
-        default=10.0, gt=0.0, allow_inf_nan=False, description="Seconds that a client has for the head of a request."
-    )
-    body_seconds: float = Field(
-        default=30.0, gt=0.0, allow_inf_nan=False, description="Seconds that a client has for the body of a request."
-    )
-    write_seconds: float = Field(
-        default=60.0, gt=0.0, allow_inf_nan=False, description="Seconds that a client may leave a response unread."
-    )
-    drain_seconds: float = Field(
-        default=30.0,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="Seconds that running requests have to end when the run ends or gets a signal.",
+        "episodes; on an address of this machine alone, clients may call it by this name, too. null: the one that it "
+        "listens on.",
     )
 
     def server_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `jaxft.serving.server.Server`."""
-        names = [] if self.url is None else [urlsplit(self.url).hostname or ""]
-        hosts = (*self.allowed_hosts, *names) if self.allowed_hosts or is_loopback(self.host) else ()
+        """Return the arguments of `jaxft.serving.server.Server`.
+
+        On an address of this machine, clients may also call the server by the name in `url`; elsewhere its key
+        protects.
+        """
+        is_named = self.url is not None and is_loopback(self.host)
         return {
             "host": self.host,
             "port": self.port,
             "api_key": None if self.api_key is None else self.api_key.get_secret_value(),
-            "allowed_hosts": hosts,
-            "limits": Limits(
-                max_requests=self.max_requests,
-                head_seconds=self.head_seconds,
-                body_seconds=self.body_seconds,
-                write_seconds=self.write_seconds,
-                drain_seconds=self.drain_seconds,
-            ),
+            "allowed_hosts": [urlsplit(self.url).hostname or ""] if is_named else [],
         }
 
     @model_validator(mode="after")

@@ -356,7 +356,7 @@ class Trainer(ABC):
 
         Args:
             step: a growing number, such as that of the finished epochs, which names the checkpoint.
-            score: the validation reward of the present policy, for `checkpoints.keep_best`.
+            score: the validation reward of the present policy, the best of which is kept.
             is_last: True at the end of the run.
         """
         if self.save_checkpoint is not None:

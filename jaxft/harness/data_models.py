@@ -6,7 +6,7 @@ Names and fields are the toolkit's; fields that jaxft adds are marked. A traject
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
 
@@ -243,7 +243,7 @@ class CurriculumLearningConfig(ConfigModel):
 
 
 class CheckpointConfig(ConfigModel):
-    """Frequency of checkpoints, number of checkpoints to keep, and treatment of write errors."""
+    """Frequency of checkpoints, and number of checkpoints to keep beside the one of the best validation reward."""
 
     every: int | None = Field(
         default=1,
@@ -252,12 +252,6 @@ class CheckpointConfig(ConfigModel):
         "null: no checkpoints, and the run cannot be resumed.",
     )
     max_to_keep: int = Field(default=2, ge=1, description="Number of the newest checkpoints to keep.")
-    keep_best: bool = Field(default=True, description="Also keep the checkpoint of the best validation reward.")
-    when_unwritable: Literal["stop", "go_on"] = Field(
-        default="stop",
-        description="Treatment of a checkpoint that cannot be written: 'stop' ends the run, 'go_on' warns and tries "
-        "again when the next one is due.",
-    )
 
 
 class FinetuneRunConfig(ConfigModel):

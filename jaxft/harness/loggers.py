@@ -1,14 +1,14 @@
 """The loggers that come with jaxft: their configurations and factories.
 
     finetuning:
-      loggers: [tensorboard, {_type: wandb, project: agents, mode: offline}]
+      loggers: [tensorboard, {_type: wandb, project: agents}]
 
 A factory says at the start of a run which package or key is missing; what fails later only switches its logger off.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -22,36 +22,18 @@ class TensorBoardLoggerConfig(LoggerConfig, name="tensorboard"):
 
 
 class WandbLoggerConfig(LoggerConfig, name="wandb"):
-    """Metrics, tables of sample episodes, configuration and artifacts in a run of Weights & Biases."""
+    """Metrics, tables of sample episodes, configuration and artifacts in a run of Weights & Biases.
+
+    All else is decided by the environment variables of W&B, such as WANDB_MODE, WANDB_ENTITY and WANDB_TAGS.
+    """
 
     project: str | None = Field(
         default=None, min_length=1, description="Project of the run; null: WANDB_PROJECT, or the default of W&B."
-    )
-    entity: str | None = Field(
-        default=None, min_length=1, description="User or team of the project; null: WANDB_ENTITY, or your own."
     )
     group: str | None = Field(
         default=None,
         min_length=1,
         description="Group of runs that W&B shows together, such as the seeds of one setting.",
-    )
-    name: str | None = Field(
-        default=None, min_length=1, description="Name of the run; null: the name of the run directory."
-    )
-    tags: tuple[str, ...] = Field(default=(), description="Tags of the run.")
-    mode: Literal["online", "offline"] | None = Field(
-        default=None,
-        description="online: sent while the run goes on. offline: written to the folder `wandb` of the run directory, "
-        "for `wandb sync`. null: WANDB_MODE, or online.",
-    )
-    samples_per_epoch: int = Field(
-        default=32,
-        ge=0,
-        description="Largest number of episodes in the table of an epoch, the first of those that "
-        "trajectories/samples.jsonl gets; 0: no tables.",
-    )
-    log_model: bool = Field(
-        default=False, description="Upload the trained model as an artifact; false: only plot and report."
     )
 
 
@@ -72,14 +54,6 @@ async def wandb_logger(config: WandbLoggerConfig, builder: Any) -> AsyncIterator
         ComponentError: its package is not installed, or a run that is sent has no API key.
     """
     # In a thread, as importing takes long, and the package's own loop must not run in this one.
-    wandb = await asyncio.to_thread(import_wandb, config.mode)
-    options = {name: dict(config)[name] for name in ("project", "entity", "group", "name", "tags", "mode")}
-    yield WandbLogger(
-        wandb,
-        builder.directory,
-        builder.console.message,
-        options,
-        samples_per_epoch=config.samples_per_epoch,
-        log_model=config.log_model,
-        timeout_seconds=config.timeout_seconds,
-    )
+    wandb = await asyncio.to_thread(import_wandb)
+    options = {"project": config.project, "group": config.group}
+    yield WandbLogger(wandb, builder.directory, builder.console.message, options)

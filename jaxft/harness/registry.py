@@ -118,41 +118,35 @@ class DatasetConfig(ComponentConfig):
     component_kind = "dataset loader"
 
 
-class TrajectoryBuilderConfig(ComponentConfig):
+class RewardedConfig(ComponentConfig):
+    """A component that is told the reward function of the run."""
+
+    model_config = ConfigDict(frozen=False)
+    reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
+
+
+class TrajectoryBuilderConfig(RewardedConfig):
     """A `TrajectoryBuilder`."""
 
-    model_config = ConfigDict(frozen=False)
     component_kind = "trajectory builder"
-    reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
-class TrainerAdapterConfig(ComponentConfig):
+class TrainerAdapterConfig(RewardedConfig):
     """A `TrainerAdapter`."""
 
-    model_config = ConfigDict(frozen=False)
     component_kind = "trainer adapter"
-    reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
-class TrainerConfig(ComponentConfig):
+class TrainerConfig(RewardedConfig):
     """A `Trainer`."""
 
-    model_config = ConfigDict(frozen=False)
     component_kind = "trainer"
-    reward: RewardFunctionConfig | None = None  # set from finetuning.reward_function
 
 
 class LoggerConfig(ComponentConfig):
     """A `RunLogger`."""
 
     component_kind = "logger"
-    timeout_seconds: float = Field(
-        default=120.0,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="Seconds that a call of the logger may take, after which it is switched off, and that the end of "
-        "the run waits for calls that are left.",
-    )
 
 
 KINDS: tuple[type[ComponentConfig], ...] = (

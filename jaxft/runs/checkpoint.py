@@ -68,7 +68,6 @@ class Checkpoints:
         directory: RunDirectory,
         *,
         max_to_keep: int = 2,
-        keep_best: bool = True,
         ring: Ring | None = None,
         folder: Path | None = None,
     ) -> None:
@@ -76,8 +75,7 @@ class Checkpoints:
 
         Args:
             directory: the run directory.
-            max_to_keep: number of the newest steps that are kept.
-            keep_best: True to keep also the step of the best score.
+            max_to_keep: number of the newest steps that are kept, beside the one of the best score.
             ring: the processes of the run, which all write their arrays, and make, save and restore alike; the first
                 one does all else. None for this process alone.
             folder: the folder of all processes, for one that has a run directory of its own.
@@ -85,7 +83,7 @@ class Checkpoints:
         self._directory, self._ring, self._num_together = directory, ring, 0
         self._leads = ring is None or ring.process_id == 0
         self.folder = directory.file(f"{FOLDER}/step").parent if folder is None else folder
-        self._max_to_keep, self._keep_best = max_to_keep, keep_best
+        self._max_to_keep = max_to_keep
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
         self._begun: int | None = None
@@ -241,7 +239,7 @@ class Checkpoints:
             step: number of the step, larger than all before; the step of the last save is not written again.
             state: plain values for JSON.
             arrays: a tree of arrays; it may be empty.
-            score: score of the step, for `keep_best`.
+            score: score of the step; the one of the best score is kept.
             seconds: time that the run has taken. The manifest has it, as state and arrays are equal in equal runs.
             now: time at which the run was begun, likewise.
 
@@ -319,7 +317,7 @@ class Checkpoints:
                 scores[step] = read_manifest(self.folder / str(step))["score"]
         kept = {newest, *list(scores)[: self._max_to_keep]}
         scored = {step: score for step, score in scores.items() if score is not None}
-        if self._keep_best and scored:
+        if scored:
             kept.add(max(scored, key=lambda step: (scored[step], step)))
         for step in scores.keys() - kept:
             (self.folder / str(step)).rename(self.folder / f"{step}{OLD}")  # one step: no half checkpoint

@@ -22,6 +22,9 @@ from jaxft.runs.console import Console
 MAX_FAILURES = 3
 """Number of failed calls in a row that switches a logger off."""
 
+CALL_SECONDS = 120.0
+"""Time that a call of a logger may take, after which it is switched off, and that the end of a run waits for calls."""
+
 MAX_WAITING = 1000
 """Number of calls that may wait for a slow logger; further ones are dropped."""
 

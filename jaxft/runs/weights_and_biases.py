@@ -13,13 +13,16 @@ from typing import Any, Literal
 
 from jaxft.errors import ComponentError
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.loggers import LoggedEpisode, LoggedRun, RunLogger, Status
+from jaxft.runs.loggers import CALL_SECONDS, LoggedEpisode, LoggedRun, RunLogger, Status
 
 STATE_FILE = "wandb/jaxft.json"
 
+SAMPLES_PER_EPOCH = 32
+"""Largest number of rows in the table of an epoch."""
 
-def import_wandb(mode: Literal["online", "offline"] | None) -> ModuleType:
-    """Return the package; for a mode that sends runs, check that there is an API key, without asking anybody for it.
+
+def import_wandb() -> ModuleType:
+    """Return the package; if runs are sent, check that there is an API key, without asking anybody for it.
 
     Raises:
         ComponentError: the package is not installed, or there is no key.
@@ -32,11 +35,10 @@ def import_wandb(mode: Literal["online", "offline"] | None) -> ModuleType:
         ) from error
 
     # With WANDB_MODE=offline the package looks for no key.
-    is_sent = mode != "offline" and wandb.setup().settings.mode == "online"
-    if is_sent and not wandb.login(prompt=False, verify=False):
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
         raise ComponentError(
-            "finetuning.loggers: the logger wandb has no API key: run `wandb login`, set WANDB_API_KEY, or set its "
-            "mode to offline"
+            "finetuning.loggers: the logger wandb has no API key: run `wandb login`, set WANDB_API_KEY, or set "
+            "WANDB_MODE=offline"
         )
     return wandb
 
@@ -50,10 +52,6 @@ class WandbLogger(RunLogger):
         directory: RunDirectory,
         show: Callable[[str], None],
         options: Mapping[str, Any],
-        *,
-        samples_per_epoch: int,
-        log_model: bool,
-        timeout_seconds: float,
     ) -> None:
         """Make the logger; nothing is sent before `begin`.
 
@@ -61,14 +59,10 @@ class WandbLogger(RunLogger):
             wandb: the package.
             directory: the run directory.
             show: shows a message.
-            options: arguments of `wandb.init`: project, entity, group, name, tags and mode.
-            samples_per_epoch: largest number of rows of a table.
-            log_model: True to upload the trained model.
-            timeout_seconds: seconds that beginning and ending may take; the package gives up a little earlier.
+            options: arguments of `wandb.init`: project and group.
         """
         self._wandb, self._directory, self._show = wandb, directory, show
-        self._options, self._samples_per_epoch, self._log_model = dict(options), samples_per_epoch, log_model
-        self._seconds = 0.9 * timeout_seconds
+        self._options = dict(options)
         self._run: Any = None
         self._run_id = ""
         self._logged: dict[str, int] = {}  # the last epoch by metric
@@ -80,7 +74,8 @@ class WandbLogger(RunLogger):
             state = self._directory.read_json(STATE_FILE)
             self._run_id, self._logged = state["id"], state["logged"]
         self._run = self._wandb.init(
-            **{**self._options, "name": self._options["name"] or run.name},
+            **self._options,
+            name=run.name,
             id=self._run_id,
             resume="allow",
             dir=str(run.directory),
@@ -90,8 +85,8 @@ class WandbLogger(RunLogger):
                 console="off",
                 silent=True,
                 x_disable_meta=True,  # as it has the command line, which may hold secrets
-                init_timeout=self._seconds,
-                finish_timeout=self._seconds,
+                init_timeout=0.9 * CALL_SECONDS,
+                finish_timeout=0.9 * CALL_SECONDS,
                 finish_timeout_raises=True,
             ),
         )
@@ -107,20 +102,17 @@ class WandbLogger(RunLogger):
 
     def samples(self, episodes: Sequence[LoggedEpisode]) -> None:
         """Send the first episodes as a table."""
-        chosen = episodes[: self._samples_per_epoch]
+        chosen = episodes[:SAMPLES_PER_EPOCH]
         if chosen:
             table = self._wandb.Table(columns=list(LoggedEpisode._fields), data=[list(each) for each in chosen])
             self._log(chosen[0].epoch, {"samples": table})
 
     def artifact(self, name: Literal["model", "reward_plot", "report"], path: Path) -> None:
-        """Send a file or folder as an artifact; the model if `log_model` asks for it."""
-        if name == "model" and not self._log_model:
+        """Send plot or report as an artifact; the model stays in the run directory."""
+        if name == "model":
             return
         artifact = self._wandb.Artifact(f"{name}-{self._run_id}", type=name)
-        if path.is_dir():
-            artifact.add_dir(str(path))
-        else:
-            artifact.add_file(str(path))
+        artifact.add_file(str(path))
         self._run.log_artifact(artifact)
 
     def end(self, status: Status, result: Mapping[str, Any]) -> None:

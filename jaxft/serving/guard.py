@@ -104,7 +104,7 @@ class Guard:
         name = _host_name(host)
         if not name or not (self._hosts is None or name in self._hosts or is_loopback(name)):
             raise APIError(
-                f"the host {host[:100]!r} is not one of this server: add it to allowed_hosts to serve it",
+                f"the host {host[:100]!r} is not one of this server: set it as the name in serve.url",
                 status=421,
                 code="unknown_host",
             )

@@ -397,11 +397,11 @@ class EarlyStop:
     Attributes:
         is_target_reached: True if the last reward has reached the target.
 
-    >>> stop = EarlyStop(EarlyStopConfig(patience=2, min_gain=0.01))
-    >>> [stop.reason(reward) for reward in (0.1, 0.5, 0.505)]
+    >>> stop = EarlyStop(EarlyStopConfig(patience=2))
+    >>> [stop.reason(reward) for reward in (0.1, 0.5, 0.4)]
     [None, None, None]
     >>> stop.reason(0.5)
-    'the mean reward has not risen by more than 0.01 above 0.5 for 2 times'
+    'the mean reward has not risen above 0.5 for 2 times'
     """
 
     def __init__(self, config: EarlyStopConfig) -> None:
@@ -427,7 +427,7 @@ class EarlyStop:
         A reward of None stands for an epoch without a usable reward, which is no gain.
         """
         self._last, self._is_fresh = reward, False
-        if reward is not None and (self._best is None or reward > self._best + self._config.min_gain):
+        if reward is not None and (self._best is None or reward > self._best):
             self._best, self._without_gain = reward, 0
         else:
             self._without_gain += 1
@@ -435,7 +435,7 @@ class EarlyStop:
 
     def verdict(self) -> str | None:
         """Return the same for the last reward that `reason` was given, without counting it again."""
-        target, patience, gain = self._config.target_reward, self._config.patience, self._config.min_gain
+        target, patience = self._config.target_reward, self._config.patience
         if self._is_fresh:
             return None
         self.is_target_reached = self._last is not None and target is not None and self._last >= target
@@ -443,7 +443,7 @@ class EarlyStop:
             return f"the mean reward {self._last:.4g} has reached {target:g}"
         if patience is not None and self._without_gain >= patience:
             best = "nothing" if self._best is None else f"{self._best:.4g}"
-            return f"the mean reward has not risen by more than {gain:g} above {best} for {patience} times"
+            return f"the mean reward has not risen above {best} for {patience} times"
         return None
 
 

@@ -16,6 +16,9 @@ from jaxft.shipped.configs import HTTPAgentConfig
 MAX_RESPONSE_BYTES = 2**24
 """Largest size of a response."""
 
+CONNECT_SECONDS = 10.0
+"""Time that connecting to the agent may take."""
+
 
 async def http_agent(
     config: HTTPAgentConfig, builder: Any
@@ -37,7 +40,7 @@ async def http_agent(
     limits = http.Limits(max_connections=None, max_keepalive_connections=0)
     async with http.AsyncClient(
         headers={} if key is None else {"Authorization": f"Bearer {key}"},
-        timeout=http.Timeout(config.timeout_seconds, connect=config.connect_seconds),
+        timeout=http.Timeout(config.timeout_seconds, connect=CONNECT_SECONDS),
         limits=limits,
         trust_env=False,  # a proxy would be asked for addresses of this machine
     ) as client:

@@ -27,35 +27,27 @@ async def llm_judge(config: LLMJudgeConfig, builder: Any) -> AsyncIterator[Any]:
     llm = await builder.get_llm(config.llm)
     if not isinstance(llm, Chats):
         raise ComponentError(f"llms.{config.llm} is a {type(llm).__name__} without chat(), which llm_judge needs")
-    options: dict[str, Any] = {"temperature": config.temperature, "max_tokens": config.max_tokens}
-    given = {name: value for name, value in options.items() if value is not None}
+    options: dict[str, Any] = {} if config.temperature is None else {"temperature": config.temperature}
 
     async def score(item: EvalInputItem) -> EvalOutputItem:
         """Return the judge's score and, as the reasoning, its whole reply; None as the score if it holds none."""
         prompt = config.prompt.format(
-            question=item.input_obj,
-            answer=item.output_obj,
-            expected=item.expected_output_obj,
-            min_score=config.min_score,
-            max_score=config.max_score,
+            question=item.input_obj, answer=item.output_obj, expected=item.expected_output_obj
         )
-        reply = await llm.chat([{"role": "user", "content": prompt}], **given)
-        number = parse_score(reply.content, config.min_score, config.max_score)
-        return EvalOutputItem(id=item.id, score=number, reasoning=reply.content)
+        reply = await llm.chat([{"role": "user", "content": prompt}], **options)
+        return EvalOutputItem(id=item.id, score=parse_score(reply.content), reasoning=reply.content)
 
     yield score
 
 
-def parse_score(reply: str, min_score: float = 0.0, max_score: float = 1.0) -> float | None:
-    """Return, scaled to 0..1, the number that the last line of a reply consists of; None if it is anything else.
+def parse_score(reply: str) -> float | None:
+    """Return the number from 0 to 1 that the last line of a reply consists of; None if it is anything else.
 
     >>> parse_score("0.7"), parse_score("It is right.\\n**Score: 1.0**"), parse_score("8/10"), parse_score("")
     (0.7, 1.0, None, None)
-    >>> parse_score("4", 1, 5), parse_score("6", 1, 5)
-    (0.75, None)
     """
     *_, last = reply.strip().splitlines() or [""]
     found = _SCORE.fullmatch(last.lstrip(" *`\t").rstrip(" *`.\t"))
-    if found is None or not min_score <= float(found[1]) <= max_score:
+    if found is None or not 0.0 <= float(found[1]) <= 1.0:
         return None
-    return (float(found[1]) - min_score) / (max_score - min_score)
+    return float(found[1])

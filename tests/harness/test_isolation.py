@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxft
+from jaxft.harness.isolation import pool as pool_module
 from jaxft.harness.isolation.answering import RunSide
 from jaxft.harness.isolation.pool import WorkerPool
 from jaxft.harness.isolation.zygote import children, command_of, started_by
@@ -35,7 +36,7 @@ REASONS = {
     "segfault": "WorkerError: its process was ended by SIGSEGV, at ",
     "exit_at_once": "WorkerError: it ended its process, with exit code 3",
     "children_left_behind": "WorkerError: it left 20 processes behind, the first of which is 'sleep 1000'",
-    "filled_output": "WorkerError: it wrote more than eval.general.workers.max_output_mb, 1 MiB",
+    "filled_output": "WorkerError: it wrote more than 1 MiB to its standard output",
     "closed_descriptors": "WorkerError: its process broke down",
     "never_answers": "TimeoutError: the workflow gave no output within 3 s",
     "killed": "WorkerError: its process was ended by SIGKILL",
@@ -87,7 +88,7 @@ def config_of(folder, *, how="chat", faults=(), judge_fault=None, general=None, 
     return jaxft.config_from_mapping(mapping | changes, base_dir=folder)
 
 
-PROCESS = {"isolation": "process", "judge_isolation": "process", "workers": {"memory_mb": 128, "max_output_mb": 1}}
+PROCESS = {"isolation": "process", "judge_isolation": "process", "workers": {"memory_mb": 128}}
 
 
 def train(folder, **options):
@@ -180,11 +181,11 @@ def example(question):
 async def started_for_six_calls(pool):
     """The number of workers that are started for six calls one after the other when each does two."""
     await end_idle(pool)
-    before, limits = pool.num_started, pool._limits
-    pool._limits = limits.model_copy(update={"max_episodes": 2})
-    for _ in range(6):
-        await pool.function("size", None, "")(example("a?"))
-    pool._limits = limits
+    before = pool.num_started
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "MAX_EPISODES", 2)
+        for _ in range(6):
+            await pool.function("size", None, "")(example("a?"))
     return pool.num_started - before
 
 

@@ -114,9 +114,6 @@ def test_the_newest_and_the_best_are_kept(open_checkpoints):
     assert checkpoints.steps() == [1, 3, 4]
     save(checkpoints, 5, scores={5: 0.9})  # as good: the newer one
     assert checkpoints.steps() == [4, 5]
-    checkpoints = open_checkpoints(max_to_keep=1, keep_best=False)
-    save(checkpoints, 6, scores={6: 0.0})
-    assert checkpoints.steps() == [6]
 
 
 def test_the_old_one_goes_only_when_the_new_one_is_good(open_checkpoints, monkeypatch):
@@ -182,7 +179,7 @@ def test_what_is_no_step_is_left_alone(open_checkpoints, tmp_path):
 
 
 def test_what_cannot_be_read_is_not_removed(open_checkpoints):
-    checkpoints = open_checkpoints(max_to_keep=1, keep_best=False)
+    checkpoints = open_checkpoints(max_to_keep=1)
     save(checkpoints, 1)
     (checkpoints.folder / "1" / MANIFEST).write_text("{}")
     (checkpoints.folder / "2").mkdir()

@@ -66,28 +66,23 @@ def test_one_number_alone_on_the_last_line_is_the_score(reply, score):
     assert parse_score(reply) == score
 
 
-@pytest.mark.parametrize(("reply", "score"), [("-2", 0.0), ("0", 0.5), ("2.0", 1.0), ("3", None), ("+1", None)])
-def test_a_scale_of_its_own_becomes_0_to_1(reply, score):
-    assert parse_score(reply, -2, 2) == score
-
-
 def test_the_judge_is_asked_once_about_an_answer_and_gives_its_reason():
-    llm = Listener("It is the same number.\n9", "I cannot say")
-    judge = make_judge(llm, prompt="{question} {expected} {answer} {max_score:g} {{}}", max_score=10)
+    llm = Listener("It is the same number.\n0.9", "I cannot say")
+    judge = make_judge(llm, prompt="{question} {expected} {answer} {{}}")
     scored = asyncio.run(judge(ITEM))
-    assert (scored.id, scored.score, scored.reasoning) == ("a", 0.9, "It is the same number.\n9")
-    assert llm.asked == [([{"role": "user", "content": "2 + 2? 4 {four} 10 {}"}], {"temperature": 0.0})]
+    assert (scored.id, scored.score, scored.reasoning) == ("a", 0.9, "It is the same number.\n0.9")
+    assert llm.asked == [([{"role": "user", "content": "2 + 2? 4 {four} {}"}], {"temperature": 0.0})]
     scored = asyncio.run(judge(ITEM))
     assert (scored.score, scored.reasoning, scored.error) == (None, "I cannot say", None)
 
 
 def test_the_default_prompt_names_the_scale():
-    llm = Listener("5")
-    asyncio.run(make_judge(llm, min_score=1, max_score=5, temperature=None, max_tokens=7)(ITEM))
+    llm = Listener("1")
+    asyncio.run(make_judge(llm, temperature=None)(ITEM))
     ((messages, options),) = llm.asked
-    assert options == {"max_tokens": 7}
+    assert options == {}
     content = messages[0]["content"]
-    assert "Question: 2 + 2?\n" in content and "from 1 (wrong) to 5 (right)." in content
+    assert "Question: 2 + 2?\n" in content and "from 0 (wrong) to 1 (right)." in content
 
 
 def test_a_reply_without_a_number_is_not_usable_and_a_failing_judge_is_a_failure(make_items):
@@ -106,7 +101,7 @@ def test_a_reply_without_a_number_is_not_usable_and_a_failing_judge_is_a_failure
 
 
 def test_a_policy_can_be_the_judge(policy, make_items):
-    judge = make_judge(ChatClient(policy, "helper"), max_tokens=4, prompt="{answer}?")
+    judge = make_judge(ChatClient(policy, "helper"), prompt="{answer}?")
     before = outside_calls()
 
     async def agent(example):
@@ -134,8 +129,6 @@ def test_what_cannot_chat_is_no_judge():
         ({"prompt": "{question}"}, "must contain {answer}"),
         ({"prompt": '{answer} {"score": 1}'}, '{"score"}'),
         ({"prompt": "{answer.__class__}{answer}"}, "{answer.__class__}"),
-        ({"min_score": 1}, "wanted less than max_score, 1"),
-        ({"max_score": float("inf")}, "finite"),
         ({"temperature": -1}, "temperature"),
     ],
 )

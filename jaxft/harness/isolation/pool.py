@@ -6,7 +6,6 @@ calls of an episode are recorded here, and its random numbers depend on nothing 
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -17,6 +16,12 @@ from jaxft.harness.isolation.answering import RunSide
 from jaxft.harness.isolation.messages import Identity, Work
 from jaxft.harness.isolation.processes import WorkerProcess, ZygoteProcess
 from jaxft.rollout.recorder import Episode, find_episode
+
+MAX_EPISODES = 1000
+"""Episodes and evaluations after which a worker is replaced."""
+
+MAX_OUTPUT_BYTES = 2**20
+"""Size of what an episode or evaluation may write to its standard output."""
 
 
 class WorkerPool:
@@ -122,7 +127,7 @@ class WorkerPool:
             if not process.is_usable:
                 process.kill()
                 await process.has_ended()
-            elif process.num_done < (self._limits.max_episodes or sys.maxsize):
+            elif process.num_done < MAX_EPISODES:
                 self._idle.append(process)
             else:
                 self._retire(process)
@@ -137,10 +142,7 @@ class WorkerPool:
             self.num_started += 1
             memory = self._limits.memory_mb
             process = await WorkerProcess.start(
-                self._zygote,
-                None if memory is None else memory * 2**20,
-                self._limits.max_output_mb * 2**20,
-                self._run,
+                self._zygote, None if memory is None else memory * 2**20, MAX_OUTPUT_BYTES, self._run
             )
         self._running.add(process)
         process.on_end(self._running.discard)

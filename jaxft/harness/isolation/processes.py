@@ -242,9 +242,7 @@ class WorkerProcess:
                 result, self.is_usable = working.result()
                 return result
             if self._has_flooded.done():
-                raise WorkerError(
-                    f"it wrote more than eval.general.workers.max_output_mb, {self._max_output_bytes / 2**20:.0f} MiB"
-                )
+                raise WorkerError(f"it wrote more than {self._max_output_bytes / 2**20:.0f} MiB to its standard output")
             if not working.done() and not self._ending.done():
                 await self._ask_for_place()
                 raise TimeoutError(f"{late} within {seconds:g} s{self._at_place()}")
