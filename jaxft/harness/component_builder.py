@@ -62,7 +62,7 @@ from jaxft.plugins import plugin
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.loggers import CALL_SECONDS, Loggers, RunLogger
+from jaxft.runs.loggers import Loggers, RunLogger
 
 # Paths of the components whose factories are running, outermost first. Every component is made in its own task, and so
 # in its own context, which holds the component's ancestors only.
@@ -294,7 +294,7 @@ class ComponentBuilder(ConfigBuilder):
         for number, config in enumerate(shown):
             place = f"finetuning.loggers.{number}"
             made = _checked(place, await self._once(place, config, LoggerConfig), RunLogger)
-            loggers.add(f"{place} ({config.type_name})", made, CALL_SECONDS)
+            loggers.add(f"{place} ({config.type_name})", made)
         return loggers
 
     async def get_validation(self) -> Validation | None:
@@ -431,12 +431,11 @@ class ComponentBuilder(ConfigBuilder):
         return await asyncio.shield(self._components[place])
 
     async def _make(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
-        factory = REGISTRY.find(base, config.type_name or "").load()
         what = f"{place} ({config.type_name})"
-        generator = factory(config, self)
         self.console.status(f"making {what}")
         try:
             with user_code():
+                generator = REGISTRY.find(base, config.type_name or "").load(what)(config, self)
                 instance = await anext(generator, _NOTHING)
         except UserCodeError as failure:
             raise _failure(what, failure) from failure.error

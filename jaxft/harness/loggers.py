@@ -1,4 +1,4 @@
-"""The loggers that come with jaxft: their configurations and factories.
+"""Configurations of the loggers that come with jaxft.
 
     finetuning:
       loggers: [tensorboard, {_type: wandb, project: agents}]
@@ -6,15 +6,9 @@
 A factory says at the start of a run which package or key is missing; what fails later only switches its logger off.
 """
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
-
 from pydantic import Field
 
-from jaxft.harness.registry import LoggerConfig, register_logger
-from jaxft.runs.loggers import RunLogger
-from jaxft.runs.weights_and_biases import WandbLogger, import_wandb
+from jaxft.harness.registry import REGISTRY, LoggerConfig
 
 
 class TensorBoardLoggerConfig(LoggerConfig, name="tensorboard"):
@@ -37,23 +31,5 @@ class WandbLoggerConfig(LoggerConfig, name="wandb"):
     )
 
 
-@register_logger(config_type=TensorBoardLoggerConfig)
-async def tensorboard_logger(config: TensorBoardLoggerConfig, builder: Any) -> AsyncIterator[RunLogger]:
-    """Yield the logger of TensorBoard."""
-    # Imported here, as tensorboardX takes long to import, and configurations are read without it.
-    from jaxft.runs.tensorboard import TensorBoardLogger
-
-    yield TensorBoardLogger(builder.directory)
-
-
-@register_logger(config_type=WandbLoggerConfig)
-async def wandb_logger(config: WandbLoggerConfig, builder: Any) -> AsyncIterator[RunLogger]:
-    """Yield the logger of Weights & Biases.
-
-    Raises:
-        ComponentError: its package is not installed, or a run that is sent has no API key.
-    """
-    # In a thread, as importing takes long, and the package's own loop must not run in this one.
-    wandb = await asyncio.to_thread(import_wandb)
-    options = {"project": config.project, "group": config.group}
-    yield WandbLogger(wandb, builder.directory, builder.console.message, options)
+REGISTRY.add(LoggerConfig, TensorBoardLoggerConfig, "jaxft.runs.tensorboard:tensorboard_logger")
+REGISTRY.add(LoggerConfig, WandbLoggerConfig, "jaxft.runs.weights_and_biases:wandb_logger", extra="wandb")

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field, PlainValidator, model_serializer
 
-from jaxft.errors import ConfigError, UserCodeError, did_you_mean, user_code
+from jaxft.errors import ComponentError, ConfigError, UserCodeError, did_you_mean, user_code
 from jaxft.harness.config_types import (
     ConfigModel,
     ConfigText,
@@ -173,15 +173,28 @@ class Component(NamedTuple):
         config_type: the class of its configuration.
         factory: the function, or its `module:function`, imported when the component is first made.
         place: function, file and line, for messages.
+        extra: extra of jaxft with the packages that the module of the factory imports; None if it needs none.
     """
 
     config_type: type[ComponentConfig]
     factory: Factory | str
     place: str
+    extra: str | None = None
 
-    def load(self) -> Factory:
-        """Return the factory; import its module if it was registered by name."""
-        return pkgutil.resolve_name(self.factory) if isinstance(self.factory, str) else self.factory
+    def load(self, what: str) -> Factory:
+        """Return the factory of `what`; import its module if it was registered by name.
+
+        Raises:
+            ComponentError: the packages of `extra` are not installed.
+        """
+        if not isinstance(self.factory, str):
+            return self.factory
+        try:
+            return pkgutil.resolve_name(self.factory)
+        except ImportError as error:
+            if self.extra is None:
+                raise
+            raise ComponentError(f'{what}: needs a package ({error}): pip install "jaxft[{self.extra}]"') from None
 
     @property
     def package(self) -> str:
@@ -196,11 +209,18 @@ class Registry:
     def __init__(self) -> None:
         self._components: dict[tuple[str, str], Component] = {}
 
-    def add(self, base: type[ComponentConfig], config_type: type[ComponentConfig], factory: Factory | str) -> None:
+    def add(
+        self,
+        base: type[ComponentConfig],
+        config_type: type[ComponentConfig],
+        factory: Factory | str,
+        *,
+        extra: str | None = None,
+    ) -> None:
         """Register a factory, or its `module:function`, for a config class of the kind `base`.
 
         The same function may be registered again (if its module is reloaded, or imported by another name) and then
-        replaces the earlier one.
+        replaces the earlier one. `extra` is the extra of jaxft that its module needs.
 
         Raises:
             TypeError: the class is not a config of that kind or has no name, or the factory is not an async generator
@@ -214,7 +234,7 @@ class Registry:
                 f"{config_type.__name__} has no name: write class {config_type.__name__}({base.__name__}, name='...')"
             )
         place = factory if isinstance(factory, str) else _place_of(factory)
-        new = Component(config_type, factory, place)
+        new = Component(config_type, factory, place, extra)
         key = (base.component_kind, config_type.type_name)
         old = self._components.get(key)
         if old is not None and old.place != new.place:

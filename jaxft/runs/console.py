@@ -14,9 +14,7 @@ from typing import TextIO, cast
 
 from rich.console import Console as RichConsole
 from rich.console import Group
-from rich.highlighter import NullHighlighter
 from rich.live import Live
-from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -25,6 +23,7 @@ from jaxft.redaction import redacted
 # Characters that reorder or break the text around them, so that it can look like another text.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
+_FORMATTER = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 _EPOCH_COLUMNS, _VALUE_COLUMNS = 80, 6
 _MAX_UNWRITTEN = 1000
 """Number of entries buffered in memory until the log file is opened."""
@@ -48,15 +47,15 @@ class Console:
         """
         self.mask: Callable[[str], str] = redacted
         self._stream = cast(TextIO, sys.stdout if stream is None else stream)
-        self._rich = RichConsole(file=self._stream, highlight=False)
-        self._is_terminal = self._stream.isatty()
+        self._rich = RichConsole(
+            file=self._stream, force_terminal=self._stream.isatty(), force_jupyter=False, highlight=False
+        )
         self._live: Live | None = None
         self._progress: Progress | None = None
         self._done = self._total_epochs = 0
         self._status: Callable[[], str] = str
-        self._status_began = time.perf_counter()
         self._compiling: str | None = None
-        self._compiling_began = self._status_began
+        self._status_began = self._compiling_began = time.perf_counter()
         self._seconds_between_signs = seconds_between_signs
         self._signs: threading.Thread | None = None
         self._is_closed = threading.Event()
@@ -64,16 +63,11 @@ class Console:
         self._lock = threading.RLock()
         self._file: TextIO | None = None
         self._unwritten: deque[str] = deque(maxlen=_MAX_UNWRITTEN)
-        self._formatter = _Formatter(self._safe)
-        self._records = RichHandler(
-            console=self._rich, show_path=False, markup=False, highlighter=NullHighlighter(), keywords=[]
-        )
-        self._records.setFormatter(self._formatter)
 
     @property
     def columns(self) -> int:
         """Width for tables: that of the terminal, within 80 and 200; 120 elsewhere."""
-        return min(max(self._rich.width, 80), 200) if self._is_terminal else 120
+        return min(max(self._rich.width, 80), 200) if self._rich.is_terminal else 120
 
     def start(self, total_epochs: int, done: int = 0) -> None:
         """Add a progress bar for `total_epochs` epochs, `done` of them finished, to the live line."""
@@ -93,7 +87,7 @@ class Console:
         self._status = text if callable(text) else lambda: text
         self._status_began = time.perf_counter()
         with self._lock:
-            if self._is_terminal and not self._rich.is_dumb_terminal:
+            if self._rich.is_terminal and not self._rich.is_dumb_terminal:
                 if self._live is None:
                     self._live = Live(
                         get_renderable=self._render, console=self._rich, refresh_per_second=4, transient=True
@@ -134,13 +128,10 @@ class Console:
 
     def write(self, text: str, style: str = "") -> None:
         """Show a piece of a text without a line break at its end; `style` is rich's, for terminals."""
-        text = self._safe(text)
+        text = self._safe(printable(text))
         with self._lock:
             self._has_printed = True
-            if self._is_terminal and style:
-                self._rich.print(Text(text, style=style), end="", soft_wrap=True)
-            else:
-                print(text, end="", file=self._stream, flush=True)
+            self._rich.print(Text(text, style=style), end="", soft_wrap=True)
 
     def episode(self, title: str, messages: Sequence[Mapping[str, str]]) -> None:
         """Show a sample episode: the title, then each message's role and content.
@@ -162,15 +153,8 @@ class Console:
         self.message("\n".join(f"{name:<{width}}  {_shown(value)}" for name, value in values.items()))
 
     def log(self, record: logging.LogRecord) -> None:
-        """Show a log record: level, logger and message, and on a terminal also the time."""
-        text = f"{record.levelname} {self._formatter.format(record)}"
-        with self._lock:
-            self._has_printed = True
-            if self._is_terminal:
-                self._records.emit(record)
-            else:
-                self._write_line(text)
-            self._keep(text)
+        """Show a log record: level, logger and message."""
+        self._print(printable(_FORMATTER.format(record)), style="" if record.levelno < logging.WARNING else "yellow")
 
     def keep(self, path: Path) -> None:
         """Append all lines, including those already shown, to a log file, each with its time.
@@ -186,15 +170,14 @@ class Console:
     def note(self, text: str) -> None:
         """Add a text to the log file only."""
         with self._lock:
-            self._keep(self._safe(text, is_printable=True))
+            self._keep(self._safe(text))
 
     def close(self) -> None:
         """End the live line, which shows the cursor again, and close the log file. Lines may still be shown."""
         with self._lock:
-            live, self._live = self._live, None
-            signs, self._signs = self._signs, None
-            file, self._file = self._file, None
-            self._progress, self._status, self._compiling = None, str, None
+            live, signs, file = self._live, self._signs, self._file
+            self._live = self._signs = self._file = self._progress = self._compiling = None
+            self._status = str
         if live is not None:
             live.stop()
         self._is_closed.set()
@@ -208,13 +191,10 @@ class Console:
     def _line(self) -> str:
         """Return epochs, status and compilation in one line; empty if there are none."""
         parts = [f"{self._done}/{self._total_epochs} epochs"] if self._progress is not None else []
-        program = self._compiling
-        for text, began in (
-            (self._status(), self._status_began),
-            (f"compiling {program}" if program is not None else "", self._compiling_began),
-        ):
+        compiling = "" if self._compiling is None else f"compiling {self._compiling}"
+        for text, began in ((self._status(), self._status_began), (compiling, self._compiling_began)):
             parts += [f"{text} ({time.perf_counter() - began:.0f} s)"] if text else []
-        return self._safe("  ".join(parts))
+        return self._safe(printable("  ".join(parts)))
 
     def _render(self) -> Group:
         line = Text(self._line(), no_wrap=True, overflow="ellipsis")
@@ -229,17 +209,11 @@ class Console:
             self._has_printed = False
 
     def _print(self, text: str, style: str = "") -> None:
-        text = self._safe(text, is_printable=True)
+        text = self._safe(text)
         with self._lock:
             self._has_printed = True
-            if self._is_terminal:
-                self._rich.print(Text(text, style=style), soft_wrap=True)
-            else:
-                self._write_line(text)
+            self._rich.print(Text(text, style=style), soft_wrap=True)
             self._keep(text)
-
-    def _write_line(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
 
     def _keep(self, text: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -250,20 +224,11 @@ class Console:
         with contextlib.suppress(OSError):
             self._file.write(dated)
 
-    def _safe(self, text: str, *, is_printable: bool = False) -> str:
-        """Mask secrets in a text, and escape characters that steer the terminal or that it cannot show."""
-        text = self.mask(redacted(text if is_printable else printable(text)))
+    def _safe(self, text: str) -> str:
+        """Mask secrets in a text, and escape characters that the terminal cannot show."""
+        text = self.mask(redacted(text))
         # Characters of a reply that the terminal's encoding lacks must not end the run.
         return text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
-
-
-class _Formatter(logging.Formatter):
-    def __init__(self, safe: Callable[[str], str]) -> None:
-        super().__init__("%(name)s: %(message)s")
-        self._safe = safe
-
-    def format(self, record: logging.LogRecord) -> str:
-        return self._safe(super().format(record))
 
 
 class LogHandler(logging.Handler):

@@ -2,13 +2,13 @@
 
 A logger subclasses `RunLogger` and overrides the methods that it wants. `Loggers` queues the calls of all of them. Each
 logger has a thread of its own, which makes its calls one after the other. A call that raises is counted and shown; a
-logger that fails again and again, or that does not return within its time limit, is switched off.
+logger that fails again and again is switched off. The end of a run waits for one that hangs within its time limit only.
 """
 
 import asyncio
+import functools
+import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ MAX_FAILURES = 3
 """Number of failed calls in a row that switches a logger off."""
 
 CALL_SECONDS = 120.0
-"""Time that a call of a logger may take, after which it is switched off, and that the end of a run waits for calls."""
+"""Time that the end of a run waits for the calls that are left."""
 
 MAX_WAITING = 1000
 """Number of calls that may wait for a slow logger; further ones are dropped."""
@@ -112,16 +112,10 @@ class Loggers:
         self._threads: list[_LoggerThread] = []
         self._has_begun = False
 
-    def add(self, name: str, logger: RunLogger, timeout_seconds: float) -> None:
-        """Add a logger, before `begin`.
-
-        Args:
-            name: its name in messages.
-            logger: the logger.
-            timeout_seconds: seconds that a call may take, and that `end` waits for the calls that are left.
-        """
+    def add(self, name: str, logger: RunLogger) -> None:
+        """Add a logger, before `begin`; `name` is its name in messages."""
         assert self._console is not None
-        self._threads.append(_LoggerThread(name, logger, timeout_seconds, self._console))
+        self._threads.append(_LoggerThread(name, logger, self._console))
 
     @property
     def failures(self) -> int:
@@ -156,7 +150,7 @@ class Loggers:
         Args:
             status: how the run ended.
             result: the content of `result.json`.
-            within_seconds: the longest time to wait, if that is less than the loggers' own limits.
+            within_seconds: the longest time to wait for a logger, if that is less than `CALL_SECONDS`.
         """
         if not self._has_begun or self.run is None:
             return
@@ -165,10 +159,8 @@ class Loggers:
                 self.artifact(name, self.run.directory / file)
         plain = map_texts(dict(result), _clean)
         self._call("end", lambda logger: logger.end(status, plain))
-        began = time.monotonic()
         for thread in self._threads:
-            limit = min(thread.timeout_seconds, within_seconds or thread.timeout_seconds)
-            thread.finish(limit, began + limit)
+            thread.finish(min(CALL_SECONDS, within_seconds or CALL_SECONDS))
 
     def _call(self, what: str, call: Callable[[RunLogger], None]) -> None:
         for thread in self._threads if self._has_begun else ():
@@ -179,116 +171,82 @@ class _LoggerThread:
     """A logger with its thread, its waiting calls, and its failures.
 
     Attributes:
-        name: its name in messages.
-        timeout_seconds: seconds that a call may take.
         failed: number of calls that raised or did not return in time.
         dropped: number of calls that were not made.
     """
 
-    def __init__(self, name: str, logger: RunLogger, timeout_seconds: float, console: Console) -> None:
-        self.name, self.timeout_seconds = name, timeout_seconds
-        self.failed = self.dropped = 0
+    def __init__(self, name: str, logger: RunLogger, console: Console) -> None:
+        self._name = name
+        self.failed = self.dropped = self._failures_in_a_row = 0
         self._logger, self._console = logger, console
-        self._waiting: deque[tuple[str, Callable[[RunLogger], None]]] = deque()
-        self._running: tuple[str, float] | None = None  # the call, and when it began
-        self._failures_in_a_row = 0
-        self._is_off = self._has_said_full = False
-        self._changed = threading.Condition()  # guards all of these
-        self._thread: threading.Thread | None = None
+        self._waiting: queue.Queue[tuple[str, Callable[[RunLogger], None]]] = queue.Queue(MAX_WAITING)
+        self._running = "nothing"
+        self._is_off = False
+        self._counting = threading.Lock()  # guards the counters and `_is_off`
+        # In a copy of this context, which has the secrets. A daemon: a call that hangs keeps no process.
+        work = functools.partial(copy_context().run, self._work)
+        self._thread = threading.Thread(target=work, name=f"logger {name}", daemon=True)
+        self._thread.start()
 
     def call(self, what: str, call: Callable[[RunLogger], None]) -> None:
         """Queue a call; it is dropped if the logger is off, or has too many calls waiting."""
-        with self._changed:
-            running = None if self._is_off else self._running
-            if running is not None and time.monotonic() - running[1] > self.timeout_seconds:
-                self.failed += 1
-                self._switch_off(f"{running[0]} did not return within {self.timeout_seconds:g} seconds")
-            if self._is_off:
+        with self._counting:
+            try:
+                if self._is_off:
+                    raise queue.Full
+                self._waiting.put_nowait((what, call))
+            except queue.Full:
                 self.dropped += 1
-            elif len(self._waiting) >= MAX_WAITING:
-                self.dropped += 1
-                if not self._has_said_full:
-                    self._has_said_full = True
+                if self.dropped == 1 and not self._is_off:
                     self._say(f"{MAX_WAITING} calls wait for it: it is too slow, and further ones are dropped")
-            else:
-                self._waiting.append((what, call))
-                self._changed.notify_all()
-                if self._thread is None:
-                    # In a copy of this context, which has the secrets. A daemon: a call that hangs keeps no process.
-                    self._thread = threading.Thread(
-                        target=copy_context().run, args=(self._work,), name=f"logger {self.name}", daemon=True
-                    )
-                    self._thread.start()
 
-    def finish(self, seconds: float, deadline: float) -> None:
-        """Wait for all calls until the deadline, which is `seconds` after the last one, and end the thread."""
-        with self._changed:
-            self._changed.wait_for(self._is_idle, timeout=max(0.0, deadline - time.monotonic()))
-            if not self._is_idle():
-                self.failed += self._running is not None
-                doing = "nothing" if self._running is None else self._running[0]
-                self._say(
-                    f"{seconds:g} seconds after the end of the run, it is still at {doing}, and {len(self._waiting)} "
-                    "calls wait: they are dropped"
-                )
-                self._drop_waiting()
-            self._is_off = True
-            self._changed.notify_all()
-        if self.failed or self.dropped:
-            self._say(f"in all, failed calls: {self.failed}, dropped ones: {self.dropped}")
-
-    def _is_idle(self) -> bool:
-        return self._is_off or (not self._waiting and self._running is None)
+    def finish(self, seconds: float) -> None:
+        """Wait for all calls, at most so many seconds, and end the thread."""
+        self._thread.join(seconds)
+        with self._counting:
+            if self._thread.is_alive() and not self._is_off:
+                self.failed += 1
+                self._switch_off(f"{seconds:g} seconds after the end of the run, it is still at {self._running}")
+            if self.failed or self.dropped:
+                self._say(f"in all, failed calls: {self.failed}, dropped ones: {self.dropped}")
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_off or self._waiting)
-                if self._is_off:
-                    return
-                what, call = self._waiting.popleft()
-                self._running = (what, time.monotonic())
-            failure = self._failure_of(call)
-            with self._changed:
-                self._running = None
-                if not self._is_off:
-                    self._count(what, failure)
-                self._changed.notify_all()
+        while not self._is_off and self._running != "end":
+            self._running, call = self._waiting.get()
+            failure = self._failure(call)
+            with self._counting:
+                if not self._is_off:  # or `finish` has counted this call
+                    self._count(failure)
 
-    def _failure_of(self, call: Callable[[RunLogger], None]) -> str | None:
+    def _failure(self, call: Callable[[RunLogger], None]) -> str | None:
         """Make a call, and return what it raised, in one line; its traceback goes to `run.log`."""
         try:
             with user_code():
                 call(self._logger)
         except UserCodeError as failure:
-            self._console.note(f"logger {self.name}: {failure.traceback}")
+            self._console.note(f"logger {self._name}: {failure.traceback}")
             return failure.summary
         except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:  # the logger's own, in this thread
             return one_line(error)
         return None
 
-    def _count(self, what: str, failure: str | None) -> None:
+    def _count(self, failure: str | None) -> None:
+        self._failures_in_a_row = 0 if failure is None else self._failures_in_a_row + 1
         if failure is None:
-            self._failures_in_a_row = 0
             return
         self.failed += 1
-        self._failures_in_a_row += 1
-        if what == "begin" or self._failures_in_a_row >= MAX_FAILURES:
-            self._switch_off(f"{what} failed: {failure}")
+        if self._running == "begin" or self._failures_in_a_row >= MAX_FAILURES:
+            self._switch_off(f"{self._running} failed: {failure}")
         elif self.failed == 1:
-            self._say(f"{what} failed: {failure}; it is switched off after {MAX_FAILURES} failures in a row")
+            self._say(f"{self._running} failed: {failure}; it is switched off after {MAX_FAILURES} failures in a row")
 
     def _switch_off(self, why: str) -> None:
         self._is_off = True
-        self._drop_waiting()
+        self.dropped += self._waiting.qsize()
         self._say(f"{why}; it is switched off, and the run goes on without it")
 
-    def _drop_waiting(self) -> None:
-        self.dropped += len(self._waiting)
-        self._waiting.clear()
-
     def _say(self, text: str) -> None:
-        self._console.message(f"logger {self.name}: {text}")
+        self._console.message(f"logger {self._name}: {text}")
 
 
 def _clean(text: str) -> str:

@@ -15,8 +15,6 @@ import pytest
 
 import jaxft
 from jaxft.errors import ComponentError, ConfigError, Stopped, TooManyFailures
-from jaxft.harness import component_builder
-from jaxft.runs import weights_and_biases
 from jaxft.runs.console import Console
 
 KEY = "sk-0123456789"
@@ -217,7 +215,7 @@ def test_a_logger_is_told_of_the_whole_run(tmp_path):
 
 
 def test_loggers_change_no_byte_of_the_metrics_and_what_fails_is_counted_in_the_timings(tmp_path, monkeypatch):
-    monkeypatch.setattr(component_builder, "CALL_SECONDS", 0.2)
+    monkeypatch.setattr("jaxft.runs.loggers.CALL_SECONDS", 0.2)
     hanging = {"_type": "own_logger", "does": "hangs"}
     closing = {"_type": "own_logger", "does": "fails to close"}
     shown = train(run_config(tmp_path / "with", [{"_type": "own_logger", "does": "fails"}, hanging, closing]))
@@ -314,7 +312,8 @@ def test_a_logger_that_cannot_be_made_ends_the_run_before_it_begins(tmp_path):
 
 def test_without_its_package_wandb_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(ComponentError, match=r'finetuning.loggers: .* pip install "jaxft\[wandb\]"'):
+    monkeypatch.delitem(sys.modules, "jaxft.runs.weights_and_biases", raising=False)
+    with pytest.raises(ComponentError, match=r'finetuning.loggers.0 \(wandb\): .* pip install "jaxft\[wandb\]"'):
         train(run_config(tmp_path / "run", ["wandb"]))
     assert not (tmp_path / "run" / "config.yml").exists()
 
@@ -407,7 +406,7 @@ def test_an_offline_run_of_wandb_holds_config_metrics_samples_and_artifacts(wand
     monkeypatch.setattr(sys, "argv", ["jaxft", "--set", f"workflow.api_key={KEY}"])
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_TAGS", "x,y")
-    monkeypatch.setattr(weights_and_biases, "SAMPLES_PER_EPOCH", 3)
+    monkeypatch.setattr("jaxft.runs.weights_and_biases.SAMPLES_PER_EPOCH", 3)
     shown = train(run_config(wandb_folder, [{"_type": "wandb", "project": "agents"}]))
     (run,) = offline_runs(wandb_folder)
     assert (run.name, run.project, run.tags) == ("seed_1", "agents", ["x", "y"])
@@ -458,7 +457,7 @@ def test_wandb_is_asked_for_a_key_before_the_run_and_nobody_for_an_answer(wandb_
 def test_a_server_that_does_not_answer_ends_no_run(wandb_folder, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nothing listens
-    for module in (component_builder, weights_and_biases):
-        monkeypatch.setattr(module, "CALL_SECONDS", 5.0)
+    for module in ("loggers", "weights_and_biases"):
+        monkeypatch.setattr(f"jaxft.runs.{module}.CALL_SECONDS", 5.0)
     shown = train(run_config(wandb_folder, ["wandb"]))
     assert "0 (wandb): " in shown and "switched off" in shown and len(rows(wandb_folder / "timings.jsonl")) == 4
