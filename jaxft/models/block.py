@@ -18,13 +18,11 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxft.core.sharding import Sharding, devices_of, platform_of
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, chunk_of, visible_keys
 from jaxft.models.config import Activation, DecoderConfig, LayerKind, LoraSpec
-from jaxft.models.decode_layout import GATE_UP, QKV, head_shards, split_outputs
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention
-from jaxft.models.layers import Linear, RMSNorm
+from jaxft.models.layers import GATE_UP, QKV, Angles, Linear, RMSNorm, angles_of, head_shards, rotate, split_outputs
 from jaxft.models.lora import adapter_of
 from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
 from jaxft.models.rope import Rope
-from jaxft.models.rotation import Angles, angles_of, rotate
 
 PROJECTED, WIDENED = "attention projections", "feed-forward projections"
 """Checkpoint names of the outputs of all projections but the last, whose output no gradient needs. An adapter's product
@@ -54,16 +52,11 @@ def make_context(
 
     Without pages, tokens are ordered by their column, as positions restart in each packed segment; with pages, by their
     positions.
-
-    Raises:
-        ValueError: segments are given together with pages.
     """
     ropes = {kind.rope for kind in config.pattern}
     angles = {rope: None if rope is None else angles_of(rope, config.head_dim, positions) for rope in ropes}
     windows = {kind.window for kind in config.pattern}
     if tables is not None:
-        if segment_ids is not None:
-            raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
         counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts)
         nothing = dict.fromkeys(windows)

@@ -1,7 +1,7 @@
 """One decoder for all families: flax nnx modules inside (`jaxft.models.block`), pure functions on plain dicts outside.
 
 Training stacks the parameters of the layers on a leading axis and scans over them, several at a time where layers of
-several kinds repeat. Decoding takes them layer by layer, joined (`jaxft.models.decode_layout`), each with its own pages
+several kinds repeat. Decoding takes them layer by layer, joined (`jaxft.models.layers`), each with its own pages
 of keys and values (`jaxft.models.paged`).
 Letters: `B` rows, `T` tokens, `C` columns of a page table, `N` tokens of all rows, `D` hidden, `V` vocabulary.
 """
@@ -22,11 +22,22 @@ from jaxft.core.sharding import ROW_AXES, Sharding, constrain, gather_params, pl
 from jaxft.core.types import Model, Params
 from jaxft.models.block import PROJECTED, WIDENED, Block, by_rows, make_context, norm_of
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
-from jaxft.models.decode_layout import decoding_layer
 from jaxft.models.flash import saves_kernels
-from jaxft.models.layers import look_up, project_to_vocabulary
+from jaxft.models.layers import decoding_layer, look_up, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, init_pages, page_axis
+
+
+@cache
+def norm_binder(config: DecoderConfig) -> Callable[[Params], Any]:
+    """Return `bind(plain dict) -> RMSNorm` of the residual stream."""
+    return binder(lambda rngs: norm_of(config, config.hidden_size))
+
+
+@cache
+def block_binder(config: DecoderConfig, lora: LoraSpec | None, *, is_joined: bool = False) -> Callable[[Params], Any]:
+    """Return `bind(plain dict) -> Block`, with projections apart or, to decode, joined."""
+    return binder(lambda rngs: Block(config, rngs, is_joined, lora))
 
 
 def binder(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params], Any]:
@@ -104,6 +115,28 @@ SAVEABLE = {
 }
 
 
+class Network(NamedTuple):
+    """The settings that the functions of a decoder follow from; `decoder` says what each means."""
+
+    config: DecoderConfig
+    remat: Remat
+    compute_dtype: Any
+    lora: LoraSpec | None
+    sharding: Sharding | None
+
+    def narrow(self, params: Params) -> Params:
+        """Return parameters in the dtype of products."""
+        if self.compute_dtype is None:
+            return params
+        return jax.tree.map(
+            lambda leaf: leaf.astype(self.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params
+        )
+
+    def gather(self, params: Any) -> Any:
+        """Return parameters gathered along `fsdp`, as they are where they are used."""
+        return params if self.sharding is None else gather_params(self.sharding, self.sharding.gathered(), params)
+
+
 def decoder(
     config: DecoderConfig,
     remat: Remat = "dots",
@@ -116,10 +149,11 @@ def decoder(
 
     Parameters are `{"embed": [V D], "layers": {...}, "final_norm": {...}}`, and `lm_head [V D]` unless it is tied to
     the embedding; each array of `layers` has the layer on axis 0. `decode_layout` replaces `layers` by
-    `decoding_layers`, a list with a dict per layer (`jaxft.models.decode_layout`).
+    `decoding_layers`, a list with a dict per layer (`jaxft.models.layers`).
     With `lora`, parameters are `{"base": ..., "adapter": ...}` as `jaxft.models.lora` says.
 
     Args:
+        config: shape of the model.
         remat: checkpoint policy: the activations that the backward pass recomputes.
         compute_dtype: dtype of products and activations: parameters are cast to it wherever they are used, and once
             per policy version to decode. Parameters, gradients and optimizer state keep their own dtype, and logits
@@ -127,118 +161,149 @@ def decoder(
         lora: rank, scale and targets of adapters; None for a model without adapters.
         sharding: result of `sharding_for`, to compute on a mesh; None for one device.
     """
-    # Defaults are filled in and the dtype is normalised, so that equal models have one cache entry.
-    return _decoder(config, remat, None if compute_dtype is None else jnp.dtype(compute_dtype), lora, sharding)
+    # The dtype is normalised, so that equal models have one cache entry.
+    return _model(Network(config, remat, None if compute_dtype is None else jnp.dtype(compute_dtype), lora, sharding))
 
 
 @cache
-def _decoder(
-    config: DecoderConfig, remat: Remat, compute_dtype: Any, lora: LoraSpec | None, sharding: Sharding | None
-) -> Model:
-    bind_norm = binder(lambda rngs: norm_of(config, config.hidden_size))
-    bind_block = binder(lambda rngs: Block(config, rngs, lora=lora))
-    bind_joined = binder(lambda rngs: Block(config, rngs, is_joined=True))
-    bind_adapted = binder(lambda rngs: Block(config, rngs, is_joined=True, lora=lora))
-
-    def init(key: Any) -> Params:
-        return constrain(sharding, init_params(config, key, lora))
-
-    def apply(
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        cache: tuple[LayerPages, ...] | None = None,
-        tables: Int[Any, "B C"] | None = None,
-        segment_ids: Int[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...] | None]:
-        is_laid_out = cache is None or "decoding_layers" in params
-        params = put_beside(narrow(params)) if is_laid_out else decode_layout(params)
-        norm = gather({"final_norm": params["final_norm"]})["final_norm"]
-        is_sampled = cache is not None
-        x = by_rows(sharding, embed({"embed": params["embed"]}, by_rows(sharding, tokens), is_sampled))  # [B T D]
-        if cache is not None and sharding is not None:  # each device attends to its own part of the pages
-            own_pages = cache[0].keys.shape[page_axis(sharding)] // sharding.row_shards
-            tables = jax.lax.rem(jnp.asarray(tables, jnp.int32), jnp.int32(own_pages))
-        context = make_context(config, by_rows(sharding, positions), tables, segment_ids, sharding)
-
-        def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T D"]:
-            output: Array = bind_block(gather(layer))(x, kind, context, None)[0]
-            return output
-
-        if cache is None:
-            x = scan_layers(compute_layer, SAVEABLE[remat], config.kinds, x, params["layers"], platform_of(sharding))
-        else:
-            updated: list[Any] = []
-            for layer, kind, pages in zip(bind_layers(params), config.kinds, cache, strict=True):
-                x, written = layer(x, kind, context, pages)
-                updated.append(written)
-            cache = tuple(updated)
-        return bind_norm(norm)(x, in_halves=context.in_halves), cache
-
-    def embed(params: Params, tokens: Int[Array, "B T"], is_sampled: bool) -> Float[Array, "B T D"]:
-        x = look_up_rows(params, tokens, is_sampled)
-        return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
-
-    def look_up_rows(params: Params, tokens: Int[Array, "B T"], is_sampled: bool) -> Float[Array, "B T D"]:
-        if sharding is None or sharding.devices == 1 or is_sampled:
-            return look_up(gather(params)["embed"], tokens)
-        # The gradients of a token's occurrences are summed on each device before they are exchanged.
-        return sharding.map_shards(lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], ROW_AXES)
-
-    def bind_layers(params: Params) -> list[Block]:
-        layers = params["decoding_layers"]
-        return list(map(bind_adapted if has_adapters(layers[0]) else bind_joined, layers))
-
-    def head(params: Params) -> Params:
-        name = "embed" if config.tie_word_embeddings else "lm_head"
-        return narrow({name: params.get(BASE, params)[name]})
-
-    def unembed(params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
-        (kernel,) = (head(params) if sharding is None or len(params) == 1 else gather(head(params))).values()
-        logits = scaled_logits(config, project_to_vocabulary(hidden, kernel))
-        if sharding is None or "decoding_layers" not in params:
-            return logits
-        return sharding.constrain_logits(logits)  # few rows: each device computes a slice of the logits
-
-    def init_cache(pages: int, dtype: Any) -> tuple[LayerPages, ...]:
-        axis, platform = page_axis(sharding), platform_of(sharding)
-        cache = tuple(
-            init_pages(pages, config.num_kv_heads, config.head_dim, dtype, platform) for _ in range(config.num_layers)
-        )
-        if sharding is None or pages % sharding.row_shards:
-            return cache
-        return jax.lax.with_sharding_constraint(cache, sharding.page_shardings(jax.tree.map(lambda _: axis, cache)))
-
-    def decode_layout(params: Params) -> Params:
-        # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
-        params = narrow(params) if lora is None else merge_or_put_beside(lora, params)
-        layers = [decoding_layer(each, config, sharding) for each in per_layer(params["layers"], config.num_layers)]
-        others = {name: leaf for name, leaf in params.items() if name != "layers"}
-        return narrow(gather({**others, "decoding_layers": layers}))
-
-    def narrow(params: Params) -> Params:
-        if compute_dtype is None:
-            return params
-        return jax.tree.map(
-            lambda leaf: leaf.astype(compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params
-        )
-
-    def gather(params: Any) -> Any:
-        return params if sharding is None else gather_params(sharding, sharding.gathered(), params)
-
-    def with_remat(remat: Remat) -> Model:
-        return _decoder(config, remat, compute_dtype, lora, sharding)
-
-    return Model(config, init, apply, unembed, init_cache, decode_layout, sharding, lora, head, with_remat)
+def _model(net: Network) -> Model:
+    return Model(
+        config=net.config,
+        init=partial(init, net),
+        apply=partial(apply, net),
+        unembed=partial(unembed, net),
+        init_cache=partial(init_cache, net),
+        decode_layout=partial(decode_layout, net),
+        sharding=net.sharding,
+        lora=net.lora,
+        head=partial(head, net),
+        with_remat=lambda remat: _model(net._replace(remat=remat)),
+    )
 
 
-def scaled_logits(config: DecoderConfig, logits: Float[Array, "*N V"]) -> Float[Array, "*N V"]:
-    """Return logits with the model's scale and soft cap."""
+def init(net: Network, key: Any) -> Params:
+    """Make random parameters, sharded over the mesh."""
+    return constrain(net.sharding, init_params(net.config, key, net.lora))
+
+
+def apply(
+    net: Network,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: tuple[LayerPages, ...] | None = None,
+    tables: Int[Any, "B C"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...] | None]:
+    """Return the hidden state of each token and the cache, as `Model.apply` says."""
+    if cache is None:
+        return score(net, params, tokens, positions, segment_ids), None
+    if segment_ids is not None:
+        raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
+    return decode(net, params, tokens, positions, cache, tables)
+
+
+def score(
+    net: Network,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"] | None,
+) -> Float[Array, "B T D"]:
+    """Return the hidden state of each token of whole rows, by a scan over the stacked layers."""
+    config, sharding = net.config, net.sharding
+    params = put_beside(net.narrow(params))
+    norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
+    x = embed(net, params, tokens, is_sampled=False)  # [B T D]
+    context = make_context(config, by_rows(sharding, positions), None, segment_ids, sharding)
+
+    def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T D"]:
+        output: Array = block_binder(config, net.lora)(net.gather(layer))(x, kind, context, None)[0]
+        return output
+
+    x = scan_layers(compute_layer, SAVEABLE[net.remat], config.kinds, x, params["layers"], platform_of(sharding))
+    output: Array = norm_binder(config)(norm)(x, in_halves=context.in_halves)
+    return output
+
+
+def decode(
+    net: Network,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: tuple[LayerPages, ...],
+    tables: Int[Any, "B C"] | None,
+) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...]]:
+    """Write tokens to their pages, and return their hidden state and the cache, layer by layer."""
+    config, sharding = net.config, net.sharding
+    params = net.narrow(params) if "decoding_layers" in params else decode_layout(net, params)
+    norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
+    x = embed(net, params, tokens, is_sampled=True)  # [B T D]
+    if sharding is not None:  # each device attends to its own part of the pages
+        own_pages = cache[0].keys.shape[page_axis(sharding)] // sharding.row_shards
+        tables = jax.lax.rem(jnp.asarray(tables, jnp.int32), jnp.int32(own_pages))
+    context = make_context(config, by_rows(sharding, positions), tables, None, sharding)
+    layers, written = params["decoding_layers"], []
+    bind = block_binder(config, net.lora if has_adapters(layers[0]) else None, is_joined=True)
+    for layer, kind, pages in zip(map(bind, layers), config.kinds, cache, strict=True):
+        x, pages = layer(x, kind, context, pages)
+        written.append(pages)
+    return norm_binder(config)(norm)(x, in_halves=context.in_halves), tuple(written)
+
+
+def embed(net: Network, params: Params, tokens: Int[Array, "B T"], *, is_sampled: bool) -> Float[Array, "B T D"]:
+    """Return the residual stream before the first layer."""
+    sharding, params, tokens = net.sharding, {"embed": params["embed"]}, by_rows(net.sharding, tokens)
+    if sharding is None or sharding.devices == 1 or is_sampled:
+        x = look_up(net.gather(params)["embed"], tokens)
+    else:  # The gradients of a token's occurrences are summed on each device before they are exchanged.
+        x = sharding.map_shards(lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], ROW_AXES)
+    scale = net.config.embedding_scale
+    return by_rows(sharding, x if scale == 1 else x * jnp.asarray(scale, x.dtype))
+
+
+def head(net: Network, params: Params) -> Params:
+    """Return the parameters that `unembed` reads."""
+    name = "embed" if net.config.tie_word_embeddings else "lm_head"
+    return net.narrow({name: params.get(BASE, params)[name]})
+
+
+def unembed(net: Network, params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
+    """Return the logits, with the model's scale and soft cap."""
+    config, sharding, own = net.config, net.sharding, head(net, params)
+    (kernel,) = (own if sharding is None or len(params) == 1 else net.gather(own)).values()
+    logits = project_to_vocabulary(hidden, kernel)
     if config.logit_scale != 1:
         logits = logits * config.logit_scale
     if config.logit_soft_cap is not None:
         logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
-    return logits
+    if sharding is None or "decoding_layers" not in params:
+        return logits
+    return sharding.constrain_logits(logits)  # few rows: each device computes a slice of the logits
+
+
+def init_cache(net: Network, pages: int, dtype: Any) -> tuple[LayerPages, ...]:
+    """Make empty pages of all layers."""
+    config, sharding, axis = net.config, net.sharding, page_axis(net.sharding)
+    cache = tuple(
+        init_pages(pages, config.num_kv_heads, config.head_dim, dtype, platform_of(sharding))
+        for _ in range(config.num_layers)
+    )
+    if sharding is None or pages % sharding.row_shards:
+        return cache
+    return jax.lax.with_sharding_constraint(cache, sharding.page_shardings(jax.tree.map(lambda _: axis, cache)))
+
+
+def decode_layout(net: Network, params: Params) -> Params:
+    """Return the parameters to decode with: in the dtype of products, layer by layer, projections joined."""
+    # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
+    params = net.narrow(params) if net.lora is None else merge_or_put_beside(net.lora, params)
+    layers = [
+        decoding_layer(jax.tree.map(itemgetter(i), params["layers"]), net.config, net.sharding)
+        for i in range(net.config.num_layers)
+    ]
+    others = {name: leaf for name, leaf in params.items() if name != "layers"}
+    return net.narrow(net.gather({**others, "decoding_layers": layers}))
 
 
 class LayerRun(NamedTuple):
@@ -338,8 +403,3 @@ def in_turn(x: Array, trained: Any) -> tuple[Array, Any]:
 
 
 in_turn.defvjp(lambda x, trained: ((x, trained), None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
-
-
-def per_layer(layers: Params, num_layers: int) -> list[Params]:
-    """Split parameters that are stacked over layers into a list with a dict per layer."""
-    return [jax.tree.map(itemgetter(i), layers) for i in range(num_layers)]

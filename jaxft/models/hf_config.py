@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig, LayerKind
 from jaxft.models.families import FAMILIES, WRAPPERS
-from jaxft.models.families.family import FULL, SLIDING, Family, Key, Keys
+from jaxft.models.family import FULL, SLIDING, Family, Key, Keys
 from jaxft.models.hf_files import load_json
 from jaxft.models.rope import SCALINGS, LongRopeScaling, Rope, RopeScaling
 

@@ -1,15 +1,27 @@
-"""The layers of a decoder: embedding look-up, linear projections with adapters, and RMSNorm.
+"""The operations of a decoder's layers: embedding look-up, projections with adapters, RMSNorm, rotary positions.
 
-Letters: `B` rows, `T` tokens, `N` tokens of all rows, `D` input width, `F` output width, `r` rank, `V` vocabulary.
+To decode, projections of the same input are joined and kernels transposed (`decoding_layer`). A step of decoding reads
+all weights for a few tokens, so that fewer and larger products take less time. Outputs of a joined product are ordered
+by shards of the heads (mesh axis `tensor`), and within a shard by projection: each device has the queries, keys and
+values of its own heads.
+Letters: `B` rows, `T` tokens, `N` tokens of all rows or heads, `D` input width, `F` output width, `r` rank of an
+adapter, `V` vocabulary, `h` head width, `P` pairs of a head's components that a rotation turns.
 """
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxft.core.reductions import invariant_sum
-from jaxft.models.config import LoraSpec
+from jaxft.core.reductions import invariant_sum, rounded
+from jaxft.core.sharding import Sharding
+from jaxft.core.types import Params
+from jaxft.models.config import DecoderConfig, LoraSpec
+from jaxft.models.rope import LinearScaling, Rope
 
 
 @jax.custom_vjp
@@ -147,3 +159,124 @@ class RMSNorm(nnx.Module):
         if self.has_offset:
             return (normed * (1 + self.scale[...].astype(wide.dtype))).astype(x.dtype)
         return normed.astype(x.dtype) * self.scale[...]
+
+
+class Angles(NamedTuple):
+    """Cosines and sines of the rotary angles of tokens, and the factor of their queries if it is not 1."""
+
+    cos: Float[Array, "B T P"]
+    sin: Float[Array, "B T P"]
+    query_factor: Float[Array, "B T"] | None = None
+
+
+def angles_of(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Angles:
+    """Return the rotary angles of tokens at these positions."""
+    frequencies = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.scaling is None:
+        return Angles(cos, sin)
+    if rope.scaling.angle_factor != 1:
+        cos, sin = cos * rope.scaling.angle_factor, sin * rope.scaling.angle_factor
+    if not rope.query_growth or isinstance(rope.scaling, LinearScaling):
+        return Angles(cos, sin)
+    spans = jnp.maximum(positions, 0) // rope.scaling.original_max_position_embeddings
+    return Angles(cos, sin, 1 + rope.query_growth * jnp.log(1 + spans.astype(jnp.float32)))
+
+
+def rotate(x: Float[Array, "B T N h"], angles: Angles, platform: str) -> Float[Array, "B T N h"]:
+    """Rotate each pair (i, i + P) of the first 2 P components by its angle; the bits are the same on any `platform`."""
+    turned_width = 2 * angles.cos.shape[-1]
+    if turned_width < x.shape[-1]:
+        turned = rotate(x[..., :turned_width], angles, platform)
+        return jnp.concatenate([turned, x[..., turned_width:]], axis=-1)
+    pairs = x.astype(jnp.promote_types(x.dtype, angles.cos.dtype)).reshape(*x.shape[:-1], 2, -1)  # [B T N 2 P]
+    # GPUs fuse a reversal, unlike a concatenation, with what comes before and after; on CPUs it takes longer.
+    swapped = jnp.concatenate([pairs[..., 1:, :], pairs[..., :1, :]], -2) if platform == "cpu" else jnp.flip(pairs, -2)
+    turned = swapped * jnp.array([[-1.0], [1.0]], pairs.dtype)
+    # Rounded, as XLA for CPU would make one operation of a product and the sum in some programs and not in others.
+    mixed = rounded(pairs * angles.cos[:, :, None, None, :]) + rounded(turned * angles.sin[:, :, None, None, :])
+    return mixed.reshape(x.shape).astype(x.dtype)
+
+
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+"""Projections that are joined, to `qkv_proj` and to `gate_up_proj`."""
+
+
+def head_shards(sharding: Sharding | None, size: int) -> int:
+    """Return the size of mesh axis `tensor`, or 1 if it does not divide so many heads or columns."""
+    shards = 1 if sharding is None else sharding.mesh.shape["tensor"]
+    return 1 if size % shards else shards
+
+
+def split_outputs(y: Float[Array, "*N F"], shards: int, sizes: Sequence[int]) -> list[Float[Array, "*N _"]]:
+    """Split the output of a joined product into those of its projections, which have these sizes.
+
+    >>> print(*split_outputs(jnp.arange(6.0), 2, (4, 2)))
+    [0. 1. 3. 4.] [2. 5.]
+    """
+    cut = y.reshape(*y.shape[:-1], shards, -1)
+    ends = [end // shards for end in accumulate(sizes)]
+    return [part.reshape(*y.shape[:-1], -1) for part in jnp.split(cut, ends[:-1], axis=-1)]
+
+
+def join_outputs(parts: Sequence[Float[Array, "*N _"]], shards: int) -> Float[Array, "*N F"]:
+    """Invert `split_outputs`.
+
+    >>> print(join_outputs([jnp.array([0.0, 1, 3, 4]), jnp.array([2.0, 5])], 2))
+    [0. 1. 2. 3. 4. 5.]
+    """
+    joined = jnp.concatenate([x.reshape(*x.shape[:-1], shards, -1) for x in parts], axis=-1)
+    return joined.reshape(*joined.shape[:-2], -1)
+
+
+def join_projections(projections: Sequence[Params], shards: int) -> Params:
+    """Return the projection that computes all of these; adapters become one, with blocks of zeros in its `lora_b`.
+
+    >>> one, two = {"kernel": jnp.ones((3, 2))}, {"kernel": jnp.ones((3, 4))}
+    >>> adapter = {"lora_a": jnp.ones((3, 1)), "lora_b": jnp.ones((1, 4))}
+    >>> joined = join_projections([one, two | adapter], 1)
+    >>> joined["kernel"].shape, joined["lora_b"].tolist()
+    ((3, 6), [[0.0, 0.0, 1.0, 1.0, 1.0, 1.0]])
+    """
+    joined = {"kernel": join_outputs([each["kernel"] for each in projections], shards)}
+    if "bias" in projections[0]:
+        joined["bias"] = join_outputs([each["bias"] for each in projections], shards)
+    adapters = [each["lora_a"] for each in projections if "lora_a" in each]
+    if adapters:
+        ends = list(accumulate(a.shape[-1] for a in adapters))
+        blocks, starts = [], iter([0, *ends])
+        for each in projections:
+            block = jnp.zeros((ends[-1], each["kernel"].shape[-1]), adapters[0].dtype)
+            if "lora_b" in each:
+                start = next(starts)
+                block = block.at[start : start + len(each["lora_b"])].set(each["lora_b"])
+            blocks.append(block)
+        joined |= {"lora_a": jnp.concatenate(adapters, axis=-1), "lora_b": join_outputs(blocks, shards)}
+    return joined
+
+
+def decoding_layer(layer: Params, config: DecoderConfig, sharding: Sharding | None) -> Params:
+    """Return the parameters of a layer with joined projections and norms of heads, and transposed kernels.
+
+    Args:
+        layer: parameters of one layer.
+        config: config of the model.
+        sharding: sharding of the model, or None for one device.
+    """
+    attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
+    heads = config.num_heads, config.num_kv_heads
+    shards = head_shards(sharding, config.num_kv_heads)
+    attention["qkv_proj"] = join_projections([attention.pop(name) for name in QKV], shards)
+    if config.qk_norm == "heads":
+        scales = [attention.pop(name)["scale"] for name in ("q_norm", "k_norm")]
+        each = [jnp.broadcast_to(x, (n // shards, *x.shape)) for x, n in zip(scales, heads, strict=True)]
+        attention["qk_norm"] = {"scale": jnp.concatenate(each)}
+    shards = head_shards(sharding, mlp["up_proj"]["kernel"].shape[-1])
+    mlp["gate_up_proj"] = join_projections([mlp.pop(name) for name in GATE_UP], shards)
+    joined = {**layer, "self_attn": attention, "mlp": mlp}
+    for part in (attention, mlp):
+        for name, projection in part.items():
+            if "kernel" in projection:
+                part[name] = {**projection, "kernel": projection["kernel"].T}
+    return joined

@@ -31,7 +31,7 @@ from jaxft.errors import ModelFileError
 from jaxft.files import home_path
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.families import FAMILIES
-from jaxft.models.families.family import Keys
+from jaxft.models.family import Keys
 from jaxft.models.hf import save_model, tensors_of
 from jaxft.models.hf_config import IGNORED, accepted_keys, has_other_modalities
 from jaxft.models.hf_files import (

@@ -1,4 +1,4 @@
-"""Kinds of rotary positions (arXiv 2104.09864), and their frequencies; `jaxft.models.rotation` computes with them.
+"""Kinds of rotary positions (arXiv 2104.09864), and their frequencies; `jaxft.models.layers` computes with them.
 
 Letters: `h` head width, `P` pairs of a head's components that a rotation turns.
 """

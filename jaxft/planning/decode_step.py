@@ -68,14 +68,11 @@ class LargeCopy(NamedTuple):
 
 def main_loop(program: Program) -> Loop | None:
     """Return the outermost loop with the most operations of products; None if products are in no loop."""
-    flops: Counter[str] = Counter()
+    flops: Counter[Loop] = Counter()
     for launch in program.launches:
         if launch.loops and launch.flops:
             flops[launch.loops[0]] += launch.flops * launch.times
-    if not flops:
-        return None
-    (name, _), *_ = flops.most_common(1)
-    return next(loop for loop in program.loops if loop.name == name and len(loop.trips) == 1)
+    return max(flops, key=lambda loop: flops[loop], default=None)
 
 
 def decode_step(program: Program, pool_bytes: int) -> Step | None:
@@ -91,13 +88,14 @@ def decode_step(program: Program, pool_bytes: int) -> Step | None:
         return None
     turns: Counter[StepLaunch] = Counter()
     for launch in program.launches:
-        if launch.loops[:1] == (loop.name,):
-            pages = [sizes for sizes in launch.kernel_arrays if 0 < pool_bytes <= 2 * sizes[0]]
-            beside = launch.bytes - sum(size for size, _ in pages)
-            far = launch.far_bytes - sum(size for _, size in pages)
+        if launch.loops[:1] == (loop,):
+            accesses = (*launch.reads, *launch.writes) if launch.opcode == "custom-call" and launch.kernels else ()
+            pages = [each for each in accesses if 0 < pool_bytes <= 2 * each.bytes]
+            beside = launch.bytes - sum(each.bytes for each in pages)
+            far = launch.far_bytes - sum(each.bytes for each in pages if not each.is_near)
             kind = StepLaunch(launch.label, launch.opcode, beside, far, bool(pages), 0)
-            turns[kind] += launch.times // (loop.trips[0] or 1)
-    return Step(loop.trips[0], [kind._replace(times=times) for kind, times in turns.items()])
+            turns[kind] += launch.times // (loop.trips or 1)
+    return Step(loop.trips, [kind._replace(times=times) for kind, times in turns.items()])
 
 
 def large_copies(program: Program, least_bytes: int) -> list[LargeCopy]:
@@ -107,10 +105,10 @@ def large_copies(program: Program, least_bytes: int) -> list[LargeCopy]:
     """
     loop, found, is_past = main_loop(program), [], False
     for launch in program.launches:
-        is_inside = loop is not None and launch.loops[:1] == (loop.name,)
+        is_inside = loop is not None and launch.loops[:1] == (loop,)
         is_past = is_past or is_inside
         where: Literal["entry", "loop", "exit"] = "loop" if is_inside else "exit" if is_past else "entry"
         for opcode, array in launch.rearranged:
-            if array.bytes >= least_bytes and launch.written_bytes >= least_bytes:
+            if array.bytes >= least_bytes and sum(each.bytes for each in launch.writes) >= least_bytes:
                 found.append(LargeCopy(where, launch.label, opcode, str(array), array.bytes))
     return found

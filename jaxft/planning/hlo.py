@@ -9,22 +9,25 @@ Counted are:
         for TPUs makes of a dot; window positions on padding or between dilated elements cost nothing), calls of cuBLAS
         and oneDNN, wherever they stand, also in fusions. Elementwise work, reductions and the insides of kernels
         (cuDNN, Pallas) are not counted; `kernels` lists the latter.
-    bytes: device memory read and written, by the rules of `hlo_memory`. A kernel counts as if it read all that it is
-        given, which one that follows a table of pages does not. No cache is modelled: an operand of two instructions
-        is read twice.
+    bytes: device memory read and written. An instruction reads its operands and writes its results; a fusion is one
+        instruction. A slice or gather reads only the size of its result, also inside a fusion and past conversions
+        there, and an update in place (`dynamic-update-slice`, `scatter`) writes only the size of the update. A kernel
+        reads an array once, however often it is given, and as a whole, also where it follows a table of pages.
+        Workspaces of cuBLAS and cuDNN and the memory inside a TPU cost nothing. No cache is modelled: an operand of two
+        instructions is read twice.
     far_bytes: the same, less arrays that fit the cache of a GPU between the instruction that writes them and the one
         that reads them. Each such array is small by itself; that all of them fit together is not checked.
 
 Sizes of arrays are those in memory, with the padding of tiled layouts. A loop turns as often as the compiler noted
-(`known_trip_count`) or as follows from a counter that starts, ends and steps by constants; any other loop is in
-`unknown_loops` and counts once. All figures are of one device.
+(`known_trip_count`) or as follows from a counter that starts, ends and steps by constants; any other loop counts once.
+All figures are of one device.
 """
 
 import math
 import re
-from collections import Counter
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from jaxft.planning.hlo_memory import Value, near_values, read_bytes, rearranged, values, written
 from jaxft.planning.hlo_text import (
@@ -44,33 +47,11 @@ CACHED_BYTES = 16 * 2**20
 """Size of an array that stays in a GPU's cache, of 50 MiB on H100 and H200, until a later instruction reads it."""
 
 
-class Product(NamedTuple):
-    """Products of one signature, such as `f32[8,16]` by `f32[16,4]`: the flops of one, and how many there are."""
+class Loop(NamedTuple):
+    """A loop and how often it turns each time that it is met; None where the text does not say it."""
 
-    lhs: str
-    rhs: str
-    result: str
-    flops: int
-    times: int
-
-
-class Kernel(NamedTuple):
-    """A custom call that is no product: `target` says whose (`tpu_custom_call`), `name` which kernel."""
-
-    target: str
     name: str
-    operands: tuple[Array, ...]
-    results: tuple[Array, ...]
-    times: int
-
-
-class Copy(NamedTuple):
-    """A copy or transpose that is an instruction of its own; on TPUs also a move between memories."""
-
-    source: Array
-    result: Array
-    changes_layout: bool
-    times: int
+    trips: int | None
 
 
 class Collective(NamedTuple):
@@ -87,68 +68,64 @@ class Collective(NamedTuple):
         return sum(array.bytes for array in self.arrays)
 
 
-class Loop(NamedTuple):
-    """A loop and how often it turns, after the same of the loops around it; None where this is unknown."""
+class Kernel(NamedTuple):
+    """A custom call that is no product: `target` says whose (`tpu_custom_call`), `name` which kernel."""
 
+    target: str
     name: str
-    trips: tuple[int | None, ...]  # (10, 4): four turns in each of ten
-
-
-class Buffer(NamedTuple):
-    """An array that an instruction writes to memory: the result of a fusion, not what stays inside it."""
-
-    array: Array
-    opcode: str
-    op_name: str  # where jax made it, such as `jit(f)/while/body/dot_general`
     times: int
+
+
+class Access(NamedTuple):
+    """Bytes of device memory of an operand or a result, and whether the array stays in the cache."""
+
+    bytes: int
+    is_near: bool
 
 
 class Launch(NamedTuple):
     """An instruction that does something: on a GPU a kernel, a copy, or a conditional that waits for its predicate.
 
     Attributes:
-        name: name of the instruction.
         label: name of the kernel, or of the instruction without its number.
         opcode: opcode of the instruction.
-        loops: names of the loops around it, the outermost first.
+        loops: the loops around it, the outermost first.
         times: how often it runs in all.
         flops: operations of products of matrices, once.
-        bytes, far_bytes: device memory read and written, once; see the top of this file.
-        written_bytes: bytes that it writes, once.
-        kernel_arrays: bytes, and bytes without cached arrays, of each operand and result of a kernel; else empty.
+        reads, writes: operands and results, once.
+        arrays: the results; of a fusion not what stays inside it.
+        kernels, collectives: those that it is, or that a fusion has inside.
         rearranged: opcode and result of the copies, concatenations, gathers and transposes that it writes.
     """
 
-    name: str
     label: str
     opcode: str
-    loops: tuple[str, ...]
+    loops: tuple[Loop, ...]
     times: int
     flops: int = 0
-    bytes: int = 0
-    far_bytes: int = 0
-    written_bytes: int = 0
-    kernel_arrays: tuple[tuple[int, int], ...] = ()
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    arrays: tuple[Array, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    collectives: tuple[Collective, ...] = ()
     rearranged: tuple[tuple[str, Array], ...] = ()
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory read and written, once."""
+        return sum(each.bytes for each in (*self.reads, *self.writes))
 
-Index: TypeAlias = tuple[int, ...]
-"""Place of an array in nested tuples; empty where there is no tuple."""
+    @property
+    def far_bytes(self) -> int:
+        """The same without cached arrays."""
+        return sum(each.bytes for each in (*self.reads, *self.writes) if not each.is_near)
 
 
 class Program(NamedTuple):
-    """Figures of a compiled program, on one device."""
+    """Figures of a compiled program, on one device: what it runs, in order, and the arrays that it is given."""
 
-    launches: tuple[Launch, ...]  # in the order in which they run
-    products: tuple[Product, ...]  # most flops first
-    kernels: tuple[Kernel, ...]
-    loops: tuple[Loop, ...]
-    copies: tuple[Copy, ...]  # most bytes first
-    collectives: tuple[Collective, ...]  # most bytes first
-    buffers: tuple[Buffer, ...]  # largest first
+    launches: tuple[Launch, ...]
     arguments: tuple[Array, ...]
-    aliases: dict[Index, tuple[int, Index]]  # of an output: number of the argument whose memory it takes, index in it
-    donors: tuple[tuple[int, Index], ...]  # donated arguments whose memory XLA may use for anything
 
     @property
     def bytes(self) -> int:
@@ -158,12 +135,22 @@ class Program(NamedTuple):
     @property
     def flops(self) -> int:
         """Floating-point operations of all products of matrices."""
-        return sum(product.flops * product.times for product in self.products)
+        return sum(launch.flops * launch.times for launch in self.launches)
 
     @property
-    def unknown_loops(self) -> tuple[str, ...]:
-        """Loops that were counted once, as the text does not say how often they turn."""
-        return tuple(loop.name for loop in self.loops if loop.trips[-1] is None)
+    def kernels(self) -> list[Kernel]:
+        """Kernels, in the order in which they run."""
+        return [kernel for launch in self.launches for kernel in launch.kernels]
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """Collectives, in the order in which they run."""
+        return [collective for launch in self.launches for collective in launch.collectives]
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Arrays that are written to memory, the largest first."""
+        return sorted((array for launch in self.launches for array in launch.arrays), key=lambda array: -array.bytes)
 
 
 def read(text: str, cached_bytes: int = 0) -> Program:
@@ -186,166 +173,84 @@ def read(text: str, cached_bytes: int = 0) -> Program:
     (1024, 896)
     """
     module = parse(text)
-    tally = _empty()
-    _run(module, module.entry, 1, (), tally, cached_bytes)
-    signatures: Counter[Product] = Counter()
-    for product in tally.products:
-        signatures[product._replace(times=0)] += product.times
-    products = [product._replace(times=times) for product, times in signatures.items()]
-    index = r"\{([\d, ]*)\}"
-    aliases = re.findall(rf"{index}: \((\d+), {index}", braced(module.header, "input_output_alias"))
-    donors = re.findall(rf"\((\d+), {index}\)", braced(module.header, "buffer_donor"))
-    return Program(
-        launches=tuple(tally.launches),
-        products=tuple(sorted(products, key=lambda product: -product.flops * product.times)),
-        kernels=tuple(tally.kernels),
-        loops=tuple(tally.loops),
-        copies=tuple(sorted(tally.copies, key=lambda copy: -copy.result.bytes * copy.times)),
-        collectives=tuple(sorted(tally.collectives, key=lambda collective: -collective.bytes * collective.times)),
-        buffers=tuple(sorted(tally.buffers, key=lambda buffer: -buffer.array.bytes)),
-        arguments=tuple(leaf for parameter in module.entry.parameters for leaf in leaves(parameter.type)),
-        aliases={numbers(output): (int(number), numbers(at)) for output, number, at in aliases},
-        donors=tuple((int(number), numbers(at)) for number, at in donors),
-    )
+    arguments = tuple(leaf for parameter in module.entry.parameters for leaf in leaves(parameter.type))
+    return Program(tuple(_launches(module, module.entry, 1, (), cached_bytes)), arguments)
 
 
-class _Tally(NamedTuple):
-    """Lists to which a walk through the program appends what it meets."""
-
-    launches: list[Launch]
-    products: list[Product]
-    kernels: list[Kernel]
-    loops: list[Loop]
-    copies: list[Copy]
-    collectives: list[Collective]
-    buffers: list[Buffer]
-
-    def add(self, other: "_Tally") -> None:
-        lists: zip[tuple[Any, Any]] = zip(self, other, strict=True)
-        for mine, more in lists:
-            mine.extend(more)
-
-    @property
-    def cost(self) -> tuple[int, int]:
-        flops = sum(product.flops * product.times for product in self.products)
-        return flops, sum(launch.bytes * launch.times for launch in self.launches)
-
-
-def _empty() -> _Tally:
-    return _Tally([], [], [], [], [], [], [])
-
-
-Around: TypeAlias = tuple[tuple[str, int | None], ...]
-"""Names of the loops around a computation and how often each turns, the outermost first."""
-
-
-def _run(module: Module, at: Computation, times: int, around: Around, tally: _Tally, cached_bytes: int) -> None:
-    """Count a computation that runs `times` times, inside the loops of `around`."""
-    cached = near_values(at, cached_bytes) if cached_bytes else set()
-    loops = tuple(name for name, _ in around)
+def _launches(
+    module: Module, at: Computation, times: int, loops: tuple[Loop, ...], cached_bytes: int
+) -> Iterator[Launch]:
+    """Yield what a computation that runs `times` times, inside these loops, launches."""
+    near = near_values(at, cached_bytes) if cached_bytes else set()
     for instruction in at.instructions.values():
         if instruction.opcode == "while":
-            trips = _trips(module, at, instruction)
-            turns, inside = 1 if trips is None else trips, (*around, (instruction.name, trips))
-            tally.loops.append(Loop(instruction.name, tuple(trips for _, trips in inside)))
-            if trips is None:
-                tally.launches.append(_control(instruction, loops, times))
-            for name, count in (("condition", turns + 1), ("body", turns)):
-                # Where the number of turns is known, the condition is no part of a turn.
-                where = around if name == "condition" and trips is not None else inside
+            loop = Loop(instruction.name, _trips(module, at, instruction))
+            is_known, turns = loop.trips is not None, 1 if loop.trips is None else loop.trips
+            if not is_known:
+                yield Launch("while", "while", loops, times)
+            # Where the number of turns is known, the condition is no part of a turn.
+            parts = ("condition", turns + 1, loops if is_known else (*loops, loop)), ("body", turns, (*loops, loop))
+            for name, count, around in parts:
                 (inner,) = instruction.called(name)
-                _run(module, module.computations[inner], times * count, where, tally, cached_bytes)
+                yield from _launches(module, module.computations[inner], times * count, around, cached_bytes)
         elif instruction.opcode == "conditional":
-            branches: list[_Tally] = []
-            for name in instruction.called("branch_computations", "true_computation", "false_computation"):
-                branches.append(_empty())
-                _run(module, module.computations[name], times, around, branches[-1], cached_bytes)
-            tally.launches.append(_control(instruction, loops, times))
-            tally.add(max(branches, key=lambda branch: branch.cost))
+            names = instruction.called("branch_computations", "true_computation", "false_computation")
+            branches = [
+                Program(tuple(_launches(module, module.computations[name], times, loops, cached_bytes)), ())
+                for name in names
+            ]
+            yield Launch("conditional", "conditional", loops, times)
+            yield from max(branches, key=lambda branch: (branch.flops, branch.bytes)).launches
         elif instruction.work in ("call", "async-start"):
             for name in instruction.called("to_apply", "calls"):
-                _run(module, module.computations[name], times, around, tally, cached_bytes)
+                yield from _launches(module, module.computations[name], times, loops, cached_bytes)
         elif instruction.does_something:
-            _work(module, at, instruction, times, loops, cached, tally)
+            yield _launch(module, at, instruction, times, loops, near)
 
 
-def _work(
-    module: Module,
-    at: Computation,
-    instruction: Instruction,
-    times: int,
-    loops: tuple[str, ...],
-    cached: set[Value],
-    tally: _Tally,
-) -> None:
-    """Count an instruction that does something itself."""
-    results = written(module, at, instruction)
-    tally.buffers.extend(Buffer(each.array, instruction.opcode, instruction.op_name, times) for each in results)
-    if instruction.opcode == "constant":
-        return
-    kernels, products = len(tally.kernels), len(tally.products)
-    _count(module, at, instruction, times, tally)
-    tally.copies.extend(_copies(module, at, instruction, times))
-    is_kernel = instruction.opcode == "custom-call" and len(tally.kernels) > kernels
-    reads = read_bytes(module, at, instruction)
-    is_cached = [cached.issuperset(values(at, operand)) for operand in instruction.operands]
-    far = sum(0 if is_known else count for count, is_known in zip(reads, is_cached, strict=True))
-    is_near = [*is_cached, *((instruction.name, place) in cached for place in range(len(instruction.results)))]
-    arrays = [*at.operand_arrays(instruction), *instruction.results]
-    launch = Launch(
-        name=instruction.name,
-        label=tally.kernels[-1].name if is_kernel else _stem(instruction.name),
+def _launch(
+    module: Module, at: Computation, instruction: Instruction, times: int, loops: tuple[Loop, ...], near: set[Value]
+) -> Launch:
+    """Return the figures of an instruction that does something itself."""
+    flops, kernels, collectives = 0, list[Kernel](), list[Collective]()
+    for inner, step in _steps(module, at, instruction):
+        operands = inner.operand_arrays(step)
+        if (product := _flops(step, operands)) is not None:
+            flops += product
+        elif step.work == "custom-call" and step.does_something:
+            path = step.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+            name = re.findall(r"[\w.=-]+", path)[-1:] or [step.name]  # `f` of `transpose(jvp(f))`
+            kernels.append(Kernel(step.target, name[0], times))
+        elif step.work in COLLECTIVES and not inner.is_repeated(step):
+            kind = "reduce-scatter" if inner is not at and _is_cut(inner, step) else step.work
+            arrays = step.results if kind == "all-gather" else operands
+            collectives.append(Collective(kind, arrays, _group_size(module, step), times))
+    is_kernel, results = instruction.opcode == "custom-call" and bool(kernels), written(module, at, instruction)
+    reads = zip(read_bytes(module, at, instruction), instruction.operands, strict=True)
+    return Launch(
+        # `copy` of `copy.209.remat2`
+        label=kernels[-1].name if is_kernel else re.sub(r"(\.(\d+|remat\d*|clone|sunk))+$", "", instruction.name),
         opcode=instruction.opcode,
         loops=loops,
         times=times,
-        flops=sum(product.flops for product in tally.products[products:]),
-        bytes=sum(reads) + sum(each.bytes for each in results),
-        far_bytes=far + sum(each.bytes for each in results if (instruction.name, each.place) not in cached),
-        written_bytes=sum(each.bytes for each in results),
-        kernel_arrays=tuple(
-            (array.device_bytes, 0 if is_known else array.device_bytes)
-            for array, is_known in zip(arrays, is_near, strict=True)
-        )
-        if is_kernel
-        else (),
+        flops=flops,
+        reads=tuple(Access(size, near.issuperset(values(at, operand))) for size, operand in reads),
+        writes=tuple(Access(each.bytes, (instruction.name, each.place) in near) for each in results),
+        arrays=tuple(each.array for each in results),
+        kernels=tuple(kernels),
+        collectives=tuple(collectives),
         rearranged=tuple(rearranged(module, at, instruction)),
     )
-    tally.launches.append(launch)
 
 
-def _control(instruction: Instruction, loops: tuple[str, ...], times: int) -> Launch:
-    return Launch(instruction.name, instruction.opcode, instruction.opcode, loops, times)
-
-
-def _stem(name: str) -> str:
-    """Return a name without its number.
-
-    >>> _stem("loop_add_fusion.4"), _stem("copy.209.remat2"), _stem("fusion")
-    ('loop_add_fusion', 'copy', 'fusion')
-    """
-    return re.sub(r"(\.(\d+|remat\d*|clone|sunk))+$", "", name)
-
-
-def _count(
-    module: Module, at: Computation, instruction: Instruction, times: int, tally: _Tally, is_fused: bool = False
-) -> None:
-    """Count products, kernels and collectives: the instruction itself or, of a fusion, those inside."""
-    operands, results = at.operand_arrays(instruction), instruction.results
-    flops = _flops(instruction, operands)
-    if flops is not None:
-        tally.products.append(Product(str(operands[0]), str(operands[1]), str(results[0]), flops, times))
-    elif instruction.work == "custom-call" and instruction.does_something:
-        path = instruction.op_name.removesuffix("/pallas_call").rpartition("/")[2]
-        name = re.findall(r"[\w.=-]+", path)[-1:] or [instruction.name]  # `f` of `transpose(jvp(f))`
-        tally.kernels.append(Kernel(instruction.target, name[0], operands, results, times))
-    elif instruction.work in COLLECTIVES and not at.is_repeated(instruction):
-        kind = "reduce-scatter" if is_fused and _is_cut(at, instruction) else instruction.work
-        arrays = results if kind == "all-gather" else operands
-        tally.collectives.append(Collective(kind, arrays, _group_size(module, instruction), times))
-    elif instruction.work == "fusion":
+def _steps(module: Module, at: Computation, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
+    """Yield an instruction with its computation, of a fusion those inside."""
+    if instruction.work == "fusion":
         inner = module.fused(instruction)
         for each in inner.instructions.values():
-            _count(module, inner, each, times, tally, is_fused=True)
+            yield from _steps(module, inner, each)
+    else:
+        yield at, instruction
 
 
 # How often a loop turns.
@@ -353,8 +258,8 @@ def _count(
 
 def _trips(module: Module, at: Computation, loop: Instruction) -> int | None:
     """Return how often a loop turns; None if neither the compiler nor constants say it."""
-    if known := re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', loop.attributes):
-        return int(known[1])
+    if known := loop.find(r'"known_trip_count":\s*\{"n":\s*"(\d+)"'):
+        return int(known)
     condition, body = (module.computations[loop.called(name)[0]] for name in ("condition", "body"))
     test, initial = condition.root, at.source(loop.operands[0], COPIES)
     if test.opcode != "compare" or "direction=LT" not in test.attributes or initial.opcode != "tuple":
@@ -411,13 +316,10 @@ def _flops(instruction: Instruction, operands: tuple[Array, ...]) -> int | None:
     if instruction.work == "convolution":
         return _convolution_flops(instruction, operands)
     if instruction.work == "dot":
-        contracted = instruction.dimensions("lhs_contracting_dims")
-        inner = math.prod(operands[0].shape[i] for i in contracted)
+        inner = math.prod(operands[0].shape[i] for i in instruction.dimensions("lhs_contracting_dims"))
     elif target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
-        found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', instruction.attributes)
-        if found is None:
-            raise ValueError(f"no contracted dimensions in {instruction.name} = {target}{instruction.attributes[:300]}")
-        inner = math.prod(operands[0].shape[i] for i in numbers(found[1]))
+        found = instruction.find(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', is_needed=True)
+        inner = math.prod(operands[0].shape[i] for i in numbers(found))
     elif target == "__onednn$matmul":
         # Operands may be transposed: whatever of the first is no row of the result is contracted.
         inner = math.prod(operands[0].shape) // math.prod(instruction.results[0].shape[:-1])
@@ -428,12 +330,10 @@ def _flops(instruction: Instruction, operands: tuple[Array, ...]) -> int | None:
 
 def _convolution_flops(instruction: Instruction, operands: tuple[Array, ...]) -> int:
     """Return the operations of a convolution: batch x features x kernel's input features x valid positions."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
-    if labels is None:
-        raise ValueError(f"no dim_labels in {instruction.name} = convolution{instruction.attributes[:300]}")
+    labels = re.split("_|->", instruction.find(r"dim_labels=([\w>-]+)", is_needed=True))
+    arrays = (*operands, *instruction.results)
     inputs, kernel, outputs = (
-        dict(zip(names, array.shape, strict=True))
-        for names, array in zip(labels.groups(), (*operands, *instruction.results), strict=True)
+        dict(zip(*each, strict=True)) for each in zip(labels, (a.shape for a in arrays), strict=True)
     )
     spatial = sorted(label for label in inputs if label.isdigit())
     window = dict(re.findall(r"(\w+)=([\dx_-]+)", braced(instruction.attributes, "window")))
@@ -483,25 +383,3 @@ def _is_cut(at: Computation, collective: Instruction) -> bool:
     if not isinstance(collective.type, Array):
         users = [user for element in users for user, _ in at.users[element.name]]
     return collective.work == "all-reduce" and bool(users) and all(user.opcode == "dynamic-slice" for user in users)
-
-
-# Copies.
-
-
-def _copies(module: Module, at: Computation, instruction: Instruction, times: int) -> list[Copy]:
-    """Return the copy that an instruction is, or a fusion that does nothing else."""
-    inner, steps = at, [instruction]
-    if instruction.work == "fusion":
-        inner = module.fused(instruction)
-        steps = [step for step in inner.instructions.values() if step.opcode not in ("parameter", *VIEWS)]
-    if not steps or any(step.work not in ("copy", "transpose") for step in steps):
-        return []
-    changes = any(_changes_layout(inner.operand_arrays(step)[0], step) for step in steps)
-    return [Copy(at.operand_arrays(instruction)[0], instruction.results[0], changes, times)]
-
-
-def _changes_layout(source: Array, step: Instruction) -> bool:
-    """Return True if elements change their order in memory; a transpose that renames dimensions moves none."""
-    result = step.results[0]
-    order = step.dimensions("dimensions") or range(len(result.shape))
-    return tuple(order[i] for i in result.layout) != source.layout or result.tiles != source.tiles

@@ -1,25 +1,12 @@
 """Device memory that an instruction of optimised HLO reads and writes, and the arrays that it writes in another order.
 
-An instruction reads its operands and writes its results; a fusion is one instruction. A slice or gather reads only the
-size of its result, also inside a fusion and past conversions there, and an update in place (`dynamic-update-slice`,
-`scatter`) writes only the size of the update. A kernel reads an array once, however often it is given. Workspaces of
-cuBLAS and cuDNN and the memory inside a TPU cost nothing.
+`jaxft.planning.hlo` says by which rules.
 """
 
 import re
 from typing import NamedTuple, TypeAlias
 
-from jaxft.planning.hlo_text import (
-    COLLECTIVES,
-    VIEWS,
-    Array,
-    Computation,
-    Instruction,
-    Module,
-    braced,
-    leaves,
-    numbers,
-)
+from jaxft.planning.hlo_text import COLLECTIVES, VIEWS, Array, Computation, Instruction, Module, braced, leaves, numbers
 
 SLICES = ("slice", "dynamic-slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}

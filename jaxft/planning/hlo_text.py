@@ -48,10 +48,10 @@ Type: TypeAlias = Array | tuple[Any, ...]
 """An array or a tuple of types."""
 
 FREE = (
-    "parameter", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier", "domain",
-    "partition-id", "replica-id",
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier",
+    "domain", "partition-id", "replica-id",
 )  # fmt: skip
-"""Opcodes that move and compute nothing."""
+"""Opcodes that move and compute nothing when the program runs."""
 
 BOOKKEEPING = (
     "ConcatBitcast", "AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "Sharding",
@@ -59,13 +59,13 @@ BOOKKEEPING = (
 )  # fmt: skip
 """Targets of custom calls that name a buffer or promise something, and compute nothing."""
 
-
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
 )  # fmt: skip
 
-VIEWS = ("bitcast", "reshape")  # inside a fusion: another shape for the same elements
+VIEWS = ("bitcast", "reshape")
+"""Opcodes that, inside a fusion, give another shape to the same elements."""
 
 
 class Instruction(NamedTuple):
@@ -100,30 +100,33 @@ class Instruction(NamedTuple):
     @property
     def target(self) -> str:
         """Target of a custom call, "" for others."""
-        return self._attribute(r'custom_call_target="([^"]*)"') or ""
+        return self.find(r'custom_call_target="([^"]*)"')
 
     @property
     def op_name(self) -> str:
         """Where jax made it, such as `jit(f)/while/body/dot_general`."""
-        return self._attribute(r'op_name="((?:[^"\\]|\\.)*)"') or ""
+        return self.find(r'op_name="((?:[^"\\]|\\.)*)"')
 
     @property
     def place(self) -> int:
         """Element that a get-tuple-element takes."""
-        return int(self._attribute(r"\bindex=(\d+)") or 0)
+        return int(self.find(r"\bindex=(\d+)") or 0)
 
     def called(self, *names: str) -> list[str]:
         """Names of computations that attributes such as `calls=%f` or `branch_computations={%f, %g}` give."""
-        given = [self._attribute(rf", {name}=(\{{[^}}]*\}}|[\w.%-]+)") or "" for name in names]
+        given = [self.find(rf", {name}=(\{{[^}}]*\}}|[\w.%-]+)") for name in names]
         return [name for text in given for name in re.findall(r"[\w.-]+", text)]
 
     def dimensions(self, name: str) -> tuple[int, ...]:
         """Numbers of an attribute such as `lhs_contracting_dims={1}`."""
-        return numbers(self._attribute(rf", {name}=\{{([\d, ]*)\}}") or "")
+        return numbers(self.find(rf", {name}=\{{([\d, ]*)\}}"))
 
-    def _attribute(self, pattern: str) -> str | None:
+    def find(self, pattern: str, *, is_needed: bool = False) -> str:
+        """Return the group of a pattern in the attributes; "", or with `is_needed` a `ValueError`, if it is absent."""
         found = re.search(pattern, self.attributes)
-        return found[1] if found else None
+        if found is None and is_needed:
+            raise ValueError(f"no {pattern} in {self.name} = {self.opcode}{self.attributes[:300]}")
+        return found[1] if found else ""
 
 
 class Computation:
@@ -197,7 +200,7 @@ def parse(text: str) -> Module:
     Raises:
         ValueError: a line or a type is not HLO as known here, which the message quotes, or there is no entry.
     """
-    header, computations, entry, open_one = "", {}, None, None
+    header, computations, entry, open_one = "", dict[str, Computation](), None, None
     lines = iter(re.sub(r"/\*index=\d+\*/", "", text).splitlines())
     for line in lines:
         if line.startswith("}"):
@@ -213,14 +216,8 @@ def parse(text: str) -> Module:
             entry = open_one if found[1] else entry
         elif not LOCATIONS.match(line):
             raise ValueError(f"no line of HLO: {line[:300]!r}")
-    if open_one is not None:
-        raise ValueError(f"the text ends within the computation {open_one.name}")
-    if entry is None:
-        raise ValueError(f"no ENTRY computation in a text that begins with {text[:100]!r}")
-    for computation in computations.values():
-        for instruction in computation.instructions.values():
-            for name in set(instruction.operands) - computation.instructions.keys():
-                raise ValueError(f"{instruction.name} of {computation.name} uses {name!r}, which is not there")
+    if entry is None or open_one is not None:
+        raise ValueError(f"no whole ENTRY computation in a text that begins with {text[:100]!r}")
     callers = {
         name: (computation, instruction)
         for computation in computations.values()
@@ -234,10 +231,7 @@ def parse(text: str) -> Module:
 def _whole(line: str, lines: Iterator[str]) -> str:
     """Return an instruction with the lines that continue it: attributes in braces may hold line breaks."""
     bare = STRING.sub("", line)
-    while bare.count("{") > bare.count("}"):
-        more = next(lines, None)
-        if more is None:
-            raise ValueError(f"the text ends within: {line[:300]!r}")
+    while bare.count("{") > bare.count("}") and (more := next(lines, "")):
         line, bare = line + more, bare + STRING.sub("", more)
     return line
 
@@ -246,11 +240,11 @@ def _instruction(line: str) -> Instruction:
     try:
         head = INSTRUCTION.match(line)
         start = head.end() if head else 0
-        opcode = OPCODE.search(line, _closing(line, start) if line.startswith("(", start) else start)
+        opcode = OPCODE.search(line, closing(line, start) if line.startswith("(", start) else start)
         if head is None or opcode is None:
             raise ValueError("this is no instruction of HLO")
         of_type = _type(line[start : opcode.start()])
-        end = _closing(line, opcode.end() - 1)
+        end = closing(line, opcode.end() - 1)
     except ValueError as error:
         raise ValueError(f"{error}: {line[:300]!r}") from None
     inside = line[opcode.end() : end - 1].strip()
@@ -261,34 +255,34 @@ def _instruction(line: str) -> Instruction:
     return Instruction(head[2], opcode[1], of_type, tuple(operands), inside, line[end:], bool(head[1]))
 
 
-def _closing(text: str, start: int) -> int:
-    """Return the place after the parenthesis that closes the one at `start`."""
+def closing(text: str, start: int) -> int:
+    """Return the place after the bracket that closes the parenthesis or brace at `start`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
+    for found in re.compile(r"[()]" if text[start] == "(" else r"[{}]").finditer(text, start):
+        depth += 1 if found[0] in "({" else -1
         if depth == 0:
             return found.end()
-    raise ValueError("parentheses are not closed")
+    raise ValueError("brackets are not closed")
 
 
 @cache
 def _type(text: str) -> Type:
-    text = text.strip()
-    if text.startswith("("):
-        elements, depth, start = [], 0, 1
-        for found in re.finditer(r"[(){}\[\],]", text[:-1]):
-            depth += (found[0] in "([{") - (found[0] in ")]}")
-            if found[0] == "," and depth == 1:  # deeper are the commas of shapes, layouts and inner tuples
-                elements.append(text[start : found.start()])
-                start = found.end()
-        return tuple(_type(element) for element in [*elements, text[start:-1]] if element.strip())
-    array = ARRAY.fullmatch(text)
-    if array is None:
+    stack: list[list[Type]] = [[]]  # of tuples that are open, the innermost last
+    if re.sub(rf"{ARRAY.pattern}|[(), ]", "", text):
         raise ValueError(f"{text[:100]!r} is no type of HLO")
-    dtype, shape, layout, rest = array.groups("")
-    bits(dtype)
-    tiles, space = re.search(r"T((?:\([^()]*\))+)", rest), re.search(r"S\((\d+)\)", rest)
-    return Array(dtype, numbers(shape), numbers(layout), tiles[1] if tiles else "", int(space[1]) if space else 0)
+    for found in re.finditer(rf"[()]|{ARRAY.pattern}", text):
+        if found[0] == "(":
+            stack.append([])
+        elif found[0] == ")":
+            inner = tuple(stack.pop())
+            stack[-1].append(inner)
+        else:
+            dtype, shape, layout, rest = found.groups("")
+            bits(dtype)
+            tiles, space = re.search(r"T((?:\([^()]*\))+)", rest), re.search(r"S\((\d+)\)", rest)
+            place = int(space[1]) if space else 0
+            stack[-1].append(Array(dtype, numbers(shape), numbers(layout), tiles[1] if tiles else "", place))
+    return stack[0][0]
 
 
 def leaves(of_type: Type) -> tuple[Array, ...]:
@@ -321,10 +315,4 @@ def numbers(text: str) -> tuple[int, ...]:
 def braced(text: str, name: str) -> str:
     """Return `{...}` of an attribute `name={...}`, with the braces inside it; "" where there is none."""
     found = re.search(rf"\b{name}=(?=\{{)", text)
-    start = found.end() if found else len(text)
-    depth = 0
-    for brace in re.compile(r"[{}]").finditer(text, start):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return text[start : brace.end()]
-    return ""
+    return text[found.end() : closing(text, found.end())] if found else ""

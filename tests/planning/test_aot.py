@@ -165,7 +165,7 @@ def test_weights_are_gathered_in_bfloat16_and_layer_by_layer(case):
     gathered = [array for each in hlo.collectives if each.kind == "all-gather" for array in each.arrays]
     assert gathered and {array.dtype for array in gathered if math.prod(array.shape) > 2**16} == {"bf16"}
     stacks = {leaf.shape for leaf in jax.tree.leaves(case.programs.params["layers"]) if len(leaf.shape) == 3}
-    assert len(stacks) >= 4 and not stacks & {buffer.array.shape for buffer in hlo.buffers}
+    assert len(stacks) >= 4 and not stacks & {array.shape for array in hlo.arrays}
     assert not stacks & {array.shape for each in hlo.collectives for array in each.arrays}
 
 
@@ -173,10 +173,9 @@ def test_weights_are_gathered_in_bfloat16_and_layer_by_layer(case):
 def test_no_array_has_all_logits_or_all_scores(case):
     _, hlo = compiled(case)
     rows, width, vocabulary = case.rows, case.width, case.config.vocab_size
-    for buffer in hlo.buffers:
-        shape = buffer.array.shape
-        assert vocabulary not in shape or math.prod(shape) < rows * (width - 1) * vocabulary, buffer
-        assert shape.count(width) < 2, buffer
+    for shape in {array.shape for array in hlo.arrays}:
+        assert vocabulary not in shape or math.prod(shape) < rows * (width - 1) * vocabulary, shape
+        assert shape.count(width) < 2, shape
 
 
 @SHARDED
@@ -261,7 +260,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 def crossing(program: Program, layers: int) -> dict[str, dict[str, float]]:
     """Return the MB of each kind of collective, of a layer and outside of layers; those below 0.1 are left out.
 
-    >>> crossing(Program((), (), (), (), (), (), (), (), {}, ()), 4)
+    >>> crossing(Program((), ()), 4)
     {'a layer': {}, 'the rest': {}}
     """
     found: dict[str, Counter[str]] = {"a layer": Counter(), "the rest": Counter()}
@@ -328,7 +327,7 @@ def test_layers_of_several_kinds_are_not_copied_and_have_kernels_for_wide_heads(
     assert [len(run.kinds) * run.repeats for run in layer_runs(case.config.kinds)] == [18, 2]
     assert attention_calls(hlo) == {"__cudnn$fmhaSoftmax": 20, "__cudnn$fmhaSoftmaxBackward": 20}
     hidden, wide = case.config.hidden_size, case.config.intermediate_size
-    stacks = Counter(buffer.array.shape for buffer in hlo.buffers)
+    stacks = Counter(array.shape for array in hlo.arrays)
     assert not stacks[3, hidden, wide], "a layer of each turn is kept"
     assert not lora or not stacks[18, hidden, wide], "the base is split"
     assert figures.temporaries == pytest.approx(estimate_update(case.programs), rel=0.15)

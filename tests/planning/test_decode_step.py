@@ -124,7 +124,7 @@ def test_a_compiled_step_reads_its_weights_once_and_copies_no_pages(name, cached
 @pytest.mark.parametrize("name", ["h200_scan", "v5e_scan"])
 def test_the_main_loop_is_the_one_with_the_products(name):
     program = read((DATA / f"{name}.hlo").read_text())
-    assert main_loop(program).trips == (6,)
+    assert main_loop(program).trips == 6
     assert sum(each.times for each in decode_step(program, 0).launches) >= 2
 
 

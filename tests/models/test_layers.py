@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxft.models.decode_layout import join_projections, split_outputs
+from jaxft.models.layers import join_projections, split_outputs
 
 SIZES = (8, 4, 4)
 
