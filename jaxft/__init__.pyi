@@ -250,10 +250,10 @@ from .shipped.local_adapter import (
     LocalTrainerAdapter as LocalTrainerAdapter,
 )
 from .shipped.train import (
-    train as train,
-)
-from .shipped.train_result import (
     TrainResult as TrainResult,
+)
+from .shipped.train import (
+    train as train,
 )
 
 __version__: str

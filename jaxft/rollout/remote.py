@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec
 
 import openai
 
-from jaxft.errors import RemoteModelError, one_line
+from jaxft.errors import ComponentError, RemoteModelError, one_line
 from jaxft.rollout.calls import RemoteCall
 from jaxft.rollout.frameworks import Connection, RemoteModel
 from jaxft.rollout.messages import ToolCall
@@ -443,3 +443,28 @@ def _reply(completion: Mapping[str, Any]) -> RemoteReply:
         prompt_tokens=usage.get("prompt_tokens"),
         completion_tokens=usage.get("completion_tokens"),
     )
+
+
+async def openai_llm(config: Any, builder: Any) -> AsyncIterator["RemoteClient"]:
+    """Yield the client of a model of `_type: openai`.
+
+    Raises:
+        ComponentError: there is no key.
+    """
+    name = next(name for name, llm in builder.config.llms.items() if llm is config)
+    try:
+        client = RemoteClient(
+            config.model,
+            name,
+            base_url=config.base_url,
+            api_key=None if config.api_key is None else config.api_key.get_secret_value(),
+            max_retries=config.max_retries,
+            timeout_seconds=config.timeout_seconds,
+        )
+    except openai.OpenAIError:
+        raise ComponentError(
+            f"llms.{name} (openai): there is no key: set llms.{name}.api_key or the environment variable "
+            "OPENAI_API_KEY; a server without keys takes any text"
+        ) from None
+    yield client
+    await client.close()

@@ -42,13 +42,18 @@ def log_metrics(
 def reward_figures(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the first, the last and the best mean reward of some epochs, and those of each named reward.
 
+    A named reward that is the whole reward is left out.
+
     >>> reward_figures([{"reward_mean": 0.5}, {"reward_mean": None, "loss": 1.0}, {"reward_mean": 0.25}])
     {'reward_first': 0.5, 'reward_last': 0.25, 'reward_best': 0.5}
     """
     figures: dict[str, float] = {}
+    whole: list[float] = []
     for name in [REWARD, *sorted({name for row in metrics for name in row if name.startswith(NAMED_REWARD)})]:
         values = [value for row in metrics if (value := row.get(name)) is not None and math.isfinite(value)]
-        if values:
+        if name == REWARD:
+            whole = values
+        if values and (name == REWARD or values != whole):
             stem = "reward" if name == REWARD else name
             figures |= {f"{stem}_first": values[0], f"{stem}_last": values[-1], f"{stem}_best": max(values)}
     return figures

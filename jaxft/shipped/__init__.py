@@ -25,16 +25,16 @@ from jaxft.shipped.configs import (
     LocalTrainerAdapterConfig,
     OpenAILLMConfig,
 )
-from jaxft.shipped.reward_functions import RewardFunctionsConfig
+from jaxft.shipped.evaluators import RewardFunctionsConfig
 from jaxft.shipped.single_turn import InMemoryDatasetConfig, SingleTurnConfig
 
 REGISTRY.add(LLMConfig, LocalPolicyConfig, "jaxft.shipped.local_policy:local_policy")
-REGISTRY.add(LLMConfig, OpenAILLMConfig, "jaxft.shipped.openai_llm:openai_llm")
+REGISTRY.add(LLMConfig, OpenAILLMConfig, "jaxft.rollout.remote:openai_llm", extra="openai")
 REGISTRY.add(WorkflowConfig, HTTPAgentConfig, "jaxft.shipped.http_agent:http_agent")
 REGISTRY.add(WorkflowConfig, SingleTurnConfig, "jaxft.shipped.single_turn:single_turn")
 REGISTRY.add(DatasetConfig, InMemoryDatasetConfig, "jaxft.shipped.single_turn:in_memory")
-REGISTRY.add(EvaluatorConfig, RewardFunctionsConfig, "jaxft.shipped.reward_functions:reward_functions")
-REGISTRY.add(EvaluatorConfig, LLMJudgeConfig, "jaxft.shipped.llm_judge:llm_judge")
+REGISTRY.add(EvaluatorConfig, RewardFunctionsConfig, "jaxft.shipped.evaluators:reward_functions")
+REGISTRY.add(EvaluatorConfig, LLMJudgeConfig, "jaxft.shipped.evaluators:llm_judge")
 REGISTRY.add(TrainerAdapterConfig, LocalTrainerAdapterConfig, "jaxft.shipped.local_adapter:local_trainer_adapter")
 REGISTRY.add(TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig, "jaxft.shipped.grpo:grpo_trajectory_builder")
 REGISTRY.add(TrajectoryBuilderConfig, DPOTrajectoryBuilderConfig, "jaxft.shipped.dpo:dpo_trajectory_builder")

@@ -50,6 +50,37 @@ def is_near_best(reward: float, baseline: Baseline) -> bool:
     return baseline.best_reward > before and reward >= before + 0.8 * (baseline.best_reward - before)
 
 
+Detect = Callable[[Metrics, Baseline], str | None]
+
+
+class Trouble(NamedTuple):
+    """A kind of trouble.
+
+    Attributes:
+        detect: returns a sentence about an epoch with the trouble, None about one without.
+        advice: settings that help.
+        patience: epochs in a row that it is seen in before it is said.
+    """
+
+    detect: Detect
+    advice: str
+    patience: int
+
+
+TROUBLES: dict[str, Trouble] = {}
+
+
+def _trouble(name: str, advice: str, *, patience: int = PATIENCE) -> Callable[[Detect], Detect]:
+    """Add the function below to `TROUBLES`."""
+
+    def add(detect: Detect) -> Detect:
+        TROUBLES[name] = Trouble(detect, advice, patience)
+        return detect
+
+    return add
+
+
+@_trouble("entropy collapse", "lower optimizer.learning_rate, or set loss.beta or loss.entropy_coef")
 def collapsed_entropy(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if entropy has fallen to a tenth while the mean reward is not near the best; else None."""
     entropy, reward, first = metrics["entropy"], metrics["reward_mean"], baseline.means.get("entropy", 0.0)
@@ -61,6 +92,7 @@ def collapsed_entropy(metrics: Metrics, baseline: Baseline) -> str | None:
     )
 
 
+@_trouble("length growth", "set loss.max_completion_tokens and loss.overlong_buffer_tokens, or reward brevity")
 def growing_length(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if answers have twice their first length and eight tokens more, or far more are cut."""
     tokens, first = metrics[ANSWER_TOKENS], baseline.means.get(ANSWER_TOKENS, 0.0)
@@ -70,6 +102,11 @@ def growing_length(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"{tokens:.3g} tokens an answer, {tokens / first:.2g} times the first epochs'; a limit cuts {cut:.0%}"
 
 
+@_trouble(
+    "cut answers",
+    "raise max_tokens of the agent, let a reasoning model think less, or see whether the model has an end token",
+    patience=1,
+)
 def cut_answers(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if a limit has cut all answers of several tokens since the first epochs; else None."""
     cut = min(metrics["truncated_fraction"], baseline.means.get("truncated_fraction", 0.0))
@@ -78,6 +115,7 @@ def cut_answers(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"a limit has cut {cut:.0%} of the answers since the first epoch, {metrics[ANSWER_TOKENS]:.3g} tokens each"
 
 
+@_trouble("reward collapse", "lower optimizer.learning_rate, set loss.beta, or go on from the best checkpoint")
 def collapsed_reward(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if the mean reward has lost three quarters of its distance to the lowest reward; else None.
 
@@ -92,6 +130,11 @@ def collapsed_reward(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"the mean reward is {reward:.3g}, after {first:.3g} in the first epochs; no reward is below {lowest:.3g}"
 
 
+@_trouble(
+    "constant reward",
+    "see whether the evaluator reads the answer and the expected one: jaxft eval shows its scores",
+    patience=1,
+)
 def constant_reward(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if all rewards of an epoch are equal, but not the answers to an example; else None."""
     reward, varied = metrics["reward_mean"], metrics["varied_groups"]
@@ -101,6 +144,7 @@ def constant_reward(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"every reward of the epoch is {reward:.3g}, although the answers to {varied:.0f} of its examples differ"
 
 
+@_trouble("reward hacking", "set loss.reward_weights")
 def hacked_reward(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if the mean reward has risen while a named part of it has lost a quarter; else None."""
     reward, before = metrics["reward_mean"], baseline.means.get("reward_mean")
@@ -114,6 +158,7 @@ def hacked_reward(metrics: Metrics, baseline: Baseline) -> str | None:
     return None
 
 
+@_trouble("off-policy", "lower max_staleness or optimizer.learning_rate")
 def stale_samples(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if importance weights leave less than half of the sample; else None."""
     fraction = metrics["effective_sample_fraction"]
@@ -123,6 +168,7 @@ def stale_samples(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"the importance weights leave {fraction:.0%} of the sample (on average {behind:.2g} versions behind)"
 
 
+@_trouble("no signal", "raise num_generations, give partial rewards, or make the examples easier")
 def missing_signal(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if nine of ten groups have equal rewards, which are not near the best; else None."""
     groups, without, reward = metrics["groups"], metrics["no_signal_groups"], metrics["reward_mean"]
@@ -131,73 +177,13 @@ def missing_signal(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"the rewards of {without:.0f} of {groups:.0f} groups are equal, which teaches nothing (mean {reward:.3g})"
 
 
+@_trouble("sampler mismatch", "set compute_dtype to float32 if it is not, or loss.correction.name to token_truncate")
 def sampler_mismatch(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if sampler and trainer differ by more than their dtype explains on fresh samples; else None."""
     difference = metrics["sampler_logprob_diff_mean"]
     if difference <= baseline.max_sampler_diff or metrics.get("stale_token_fraction", 0.0):
         return None  # earlier weights differ, and should
     return f"the sampler's log-probabilities are {difference:.2g} nats from the trainer's, on average per token"
-
-
-class Trouble(NamedTuple):
-    """A kind of trouble.
-
-    Attributes:
-        detect: returns a sentence about an epoch with the trouble, None about one without.
-        needs: metrics that it reads; an epoch that lacks one says nothing about the trouble.
-        advice: settings that help.
-        patience: epochs in a row that it is seen in before it is said.
-    """
-
-    detect: Callable[[Metrics, Baseline], str | None]
-    needs: tuple[str, ...]
-    advice: str
-    patience: int = PATIENCE
-
-
-TROUBLES: Mapping[str, Trouble] = {
-    "entropy collapse": Trouble(
-        collapsed_entropy,
-        ("entropy", "reward_mean"),
-        "lower optimizer.learning_rate, or set loss.beta or loss.entropy_coef",
-    ),
-    "length growth": Trouble(
-        growing_length,
-        (ANSWER_TOKENS, "truncated_fraction"),
-        "set loss.max_completion_tokens and loss.overlong_buffer_tokens, or reward brevity",
-    ),
-    "cut answers": Trouble(
-        cut_answers,
-        (ANSWER_TOKENS, "truncated_fraction", "reward_mean"),
-        "raise max_tokens of the agent, let a reasoning model think less, or see whether the model has an end token",
-        patience=1,
-    ),
-    "reward collapse": Trouble(
-        collapsed_reward,
-        ("reward_mean", "reward_min", "episodes"),
-        "lower optimizer.learning_rate, set loss.beta, or go on from the best checkpoint",
-    ),
-    "constant reward": Trouble(
-        constant_reward,
-        ("reward_mean", "reward_min", "reward_max", "varied_groups"),
-        "see whether the evaluator reads the answer and the expected one: jaxft eval shows its scores",
-        patience=1,
-    ),
-    "reward hacking": Trouble(hacked_reward, ("reward_mean",), "set loss.reward_weights"),
-    "off-policy": Trouble(
-        stale_samples, ("effective_sample_fraction",), "lower max_staleness or optimizer.learning_rate"
-    ),
-    "no signal": Trouble(
-        missing_signal,
-        ("groups", "no_signal_groups", "reward_mean"),
-        "raise num_generations, give partial rewards, or make the examples easier",
-    ),
-    "sampler mismatch": Trouble(
-        sampler_mismatch,
-        ("sampler_logprob_diff_mean",),
-        "set compute_dtype to float32 if it is not, or loss.correction.name to token_truncate",
-    ),
-}
 
 
 class Health:
@@ -232,9 +218,10 @@ class Health:
         baseline = Baseline(means_of(self._first), self._best_reward, largest_diff)
         lines = []
         for name, trouble in TROUBLES.items():
-            if not all(needed in finite for needed in trouble.needs):
+            try:
+                sentence, before = trouble.detect(finite, baseline), self._in_a_row[name]
+            except KeyError:  # an epoch without a metric that it reads says nothing about the trouble
                 continue
-            sentence, before = trouble.detect(finite, baseline), self._in_a_row[name]
             self._in_a_row[name] = min(before, 0) - 1 if sentence is None else max(before, 0) + 1
             if self._in_a_row[name] == -PATIENCE and name in self._active:
                 self._active.remove(name)

@@ -1,30 +1,42 @@
-"""`jaxft.train`: GRPO with a Python function as the reward, from a script or a notebook."""
+"""`jaxft.train`: GRPO with a Python function as the reward, from a script or a notebook.
 
+Each run has a folder of its own. Its `TrainResult` reads history, plot and model there, when it is asked for them.
+"""
+
+import contextlib
 import inspect
+import itertools
 import json
 import shutil
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jaxft.core.types import Model, Params
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path
 from jaxft.harness.config import Config, config_from_mapping
 from jaxft.harness.config_merge import literal
 from jaxft.harness.runtime import result_of
-from jaxft.harness.session import open_session, resume_command
+from jaxft.harness.session import MODEL_FOLDER, open_session, resume_command
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.models.config import PRESETS
+from jaxft.models.load import load_merged, load_model
+from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.redaction import map_texts
-from jaxft.runs.directory import CONFIG_FILE
-from jaxft.shipped.reward_functions import functions_of
+from jaxft.runs.directory import CONFIG_FILE, PLOT_FILE
+from jaxft.runs.records import RunRecords, read_run
+from jaxft.shipped.evaluators import functions_of
 from jaxft.shipped.single_turn import InMemoryDatasetConfig, context_tokens, option_hint, read_examples
-from jaxft.shipped.train_result import TrainResult, new_folder
 
 DEFAULTS = Path(__file__).with_suffix(".yml")
 CONTEXT = "llms.policy.max_context_tokens"
 MOST_SLOTS = 128
 """Completions that are decoded at the same time."""
+RUNS = "runs/train-{}"
+"""Folder of a run that is given none."""
 
 
 def train(
@@ -42,7 +54,7 @@ def train(
     resume: bool = False,
     overrides: Mapping[str, Any] | None = None,
     **columns: Any,
-) -> TrainResult:
+) -> "TrainResult":
     """Train a model by GRPO to raise a reward, and return the run: its history, its plot and its model.
 
     It works in a script and in a notebook. Progress is shown as by `jaxft finetune`; Ctrl-C stops and saves the run.
@@ -115,7 +127,7 @@ def configured(mapping: Mapping[str, Any], fields: Mapping[str, Any]) -> Config:
     return config_from_mapping(mapping, base_dir=Path.cwd(), overrides=texts)
 
 
-async def run(config: Config, *, resume: bool) -> TrainResult:
+async def run(config: Config, *, resume: bool) -> "TrainResult":
     """Train, export the model and write the result."""
     folder = config.finetuning.output_dir
     resume_command.set(f"jaxft.train(..., output_dir={str(folder)!r}, resume=True)  # the dots: the same arguments")
@@ -154,3 +166,84 @@ def check_keywords(counts: Mapping[str, Any], columns: Mapping[str, Any]) -> Non
         if is_record or isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
             hint = option_hint(name) or did_you_mean(name, KEYWORDS, what="keywords")
             raise ConfigError([f"{name}: is no keyword, and {values!r:.50} is no column, a list{hint}"])
+
+
+def new_folder() -> Path:
+    """Make the first of `runs/train-1`, `runs/train-2`, ... that is not there yet, and return it."""
+    for folder in map(Path, map(RUNS.format, itertools.count(1))):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)  # two processes never get the same
+            return folder
+    raise AssertionError("there is always a next number")
+
+
+@dataclass(frozen=True)
+class RewardPlot:
+    """The reward plot of a run, which a notebook shows.
+
+    Attributes:
+        path: the PNG file.
+    """
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@dataclass(frozen=True, repr=False)
+class TrainResult:
+    """A run in its directory. `TrainResult("runs/train-1")` opens one of another process, too.
+
+    Attributes:
+        output_dir: the run directory.
+    """
+
+    output_dir: Path
+
+    def __init__(self, output_dir: str | Path) -> None:
+        object.__setattr__(self, "output_dir", home_path(output_dir))
+
+    @cached_property
+    def _records(self) -> RunRecords:
+        return read_run(self.output_dir)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row of metrics per epoch, with `epoch` from 0, `reward_mean` and `reward/<name>` of each function."""
+        return self._records.metrics
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Mean reward of each epoch; None for an epoch without a usable one."""
+        return [row.get("reward_mean") for row in self.history]
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The figures in `result.json`: epochs, seconds, first, last and best rewards, versions."""
+        return dict(self._records.result or {})
+
+    @property
+    def model(self) -> Path:
+        """Folder of the trained model in Hugging Face's format, with its tokenizer."""
+        return self.output_dir / MODEL_FOLDER
+
+    def load(self) -> tuple[Model, Params]:
+        """Return the trained model and its parameters; adapters are merged into their base.
+
+        Raises:
+            ModelFileError: the run has not written its model, or it is damaged.
+        """
+        is_adapter = (self.model / ADAPTER_CONFIG).is_file()
+        return load_merged(self.model) if is_adapter else load_model(self.model)
+
+    def plot(self) -> RewardPlot:
+        """Return the plot of rewards over epochs, which a notebook shows; its file is in the run directory."""
+        return RewardPlot(self.output_dir / PLOT_FILE)
+
+    def __repr__(self) -> str:
+        rewards = [reward for reward in self.rewards if reward is not None]
+        learned = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no reward"
+        seconds = self.final.get("seconds")
+        ended = "not ended" if seconds is None else f"{seconds:.0f} s"
+        return f"TrainResult({str(self.output_dir)!r}: {len(self.history)} epochs, {learned}, {ended})"

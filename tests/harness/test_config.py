@@ -11,7 +11,7 @@ from jaxft.harness.datasets import load_jsonl
 from jaxft.harness.runtime import run_arguments
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.report.compared_runs import LeftOut, find_runs
-from jaxft.shipped.train_result import TrainResult
+from jaxft.shipped.train import TrainResult
 
 SENTINEL = "sk-TEST-SENTINEL"
 

@@ -12,7 +12,7 @@ from jaxft.harness.evaluation import Evaluation
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import TRAINING, find_episode, outside_calls
 from jaxft.shipped.configs import LLMJudgeConfig
-from jaxft.shipped.llm_judge import llm_judge, parse_score
+from jaxft.shipped.evaluators import llm_judge, parse_score
 
 ITEM = EvalInputItem(id="a", input_obj="2 + 2?", output_obj="{four}", expected_output_obj="4", full_dataset_entry={})
 

@@ -5,12 +5,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 
 from jaxft.errors import ComponentError
 from jaxft.harness.config import config_from_mapping, resolved_yaml, secrets_of
+from jaxft.harness.registry import REGISTRY, LLMConfig
+from jaxft.rollout.remote import openai_llm
 from jaxft.shipped.configs import OpenAILLMConfig
-from jaxft.shipped.openai_llm import openai_llm
 
 KEY = "sk-TEST-SENTINEL"
 
@@ -28,7 +29,6 @@ def make(config):
 
 
 def test_the_client_has_the_fields_of_the_configuration():
-    pytest.importorskip("openai")
     fields = {"base_url": "http://localhost:1/v1", "api_key": KEY, "max_retries": 5, "timeout_seconds": 3.0}
     client = make(OpenAILLMConfig(model="small", **fields))
     assert (client.name, client.model, client.api_key) == ("helper", "small", KEY)
@@ -36,7 +36,6 @@ def test_the_client_has_the_fields_of_the_configuration():
 
 
 def test_the_key_may_come_from_the_environment_and_is_required(monkeypatch):
-    pytest.importorskip("openai")
     monkeypatch.delenv("OPENAI_ADMIN_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     assert make(OpenAILLMConfig(model="small")).api_key == KEY
@@ -47,8 +46,9 @@ def test_the_key_may_come_from_the_environment_and_is_required(monkeypatch):
 
 def test_without_openai_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
+    monkeypatch.delitem(sys.modules, "jaxft.rollout.remote")
     with pytest.raises(ComponentError) as caught:
-        make(OpenAILLMConfig(model="small", api_key=SecretStr(KEY)))
+        REGISTRY.find(LLMConfig, "openai").load("llms.helper (openai)")
     said = str(caught.value)
     assert "\n" not in said and "llms.helper" in said and 'pip install "jaxft[openai]"' in said
 

@@ -10,7 +10,7 @@ from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping, resolved_yaml
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import to_scalar
-from jaxft.shipped.reward_functions import (
+from jaxft.shipped.evaluators import (
     RewardFunctionsConfig,
     check_functions,
     functions_of,

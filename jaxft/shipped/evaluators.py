@@ -1,4 +1,6 @@
-"""`_type: reward_functions`: Python functions of completions, in TRL's form, as an evaluator; the reward is their sum.
+"""The evaluators that come with jaxft: Python functions of completions, in TRL's form, and a language model as judge.
+
+`_type: reward_functions` has the sum of its functions as the reward:
 
     def brevity(completions, **kwargs):            # of all completions of a prompt: a list with a number for each
         return [-len(each) for each in completions]
@@ -9,6 +11,8 @@
 A function is called with `completions`, `prompts`, `completion_ids` and every column of the row, each as a list, and
 gets those that it has parameters for. A completion is a text or, where the prompt is a chat, a list with the answer as
 a message, as in TRL. None, or NaN, leaves a completion out of this function's part of the sum, weighted or not.
+
+`_type: llm_judge` asks a language model what an answer is worth.
 """
 
 import asyncio
@@ -16,27 +20,31 @@ import functools
 import importlib
 import inspect
 import math
+import re
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field, PlainSerializer, PlainValidator
 
-from jaxft.errors import ConfigError, one_line
+from jaxft.errors import ComponentError, ConfigError, one_line
 from jaxft.harness.config_types import ConfigText, config_error
-from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.evaluators import is_number
 from jaxft.harness.registry import GroupEvaluatorConfig, import_module
 from jaxft.harness.steps import IntermediateStepType
 from jaxft.harness.supervision import is_async, place_of
 from jaxft.rollout.calls import call_of
+from jaxft.shipped.configs import LLMJudgeConfig
 
 OF_ONE = {"completion": "completions", "prompt": "prompts"}
 """Parameters of a function of one completion, and the keywords that they are elements of."""
 
 Score = Callable[[list[EvalInputItem]], Any]
+
+_SCORE = re.compile(r"(?:score\s*[:=]\s*)?(-?(?:\d+(?:\.\d*)?|\.\d+))", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -286,3 +294,45 @@ def _completion_ids(item: EvalInputItem) -> list[int]:
     payload = answers[-1].data.payload if answers and answers[-1].data is not None else None
     call = call_of(payload["logprobs"]) if payload else None
     return [] if call is None else list(call.token_ids)
+
+
+@runtime_checkable
+class Chats(Protocol):
+    """A language model that can be the judge: the client of a policy, of a remote model, or one of your own."""
+
+    async def chat(self, messages: list[dict[str, str]], **options: Any) -> Any: ...
+
+
+async def llm_judge(config: LLMJudgeConfig, builder: Any) -> AsyncIterator[Any]:
+    """Yield the function that scores an episode.
+
+    Raises:
+        ComponentError: the language model has no method `chat`.
+    """
+    llm = await builder.get_llm(config.llm)
+    if not isinstance(llm, Chats):
+        raise ComponentError(f"llms.{config.llm} is a {type(llm).__name__} without chat(), which llm_judge needs")
+    options: dict[str, Any] = {} if config.temperature is None else {"temperature": config.temperature}
+
+    async def score(item: EvalInputItem) -> EvalOutputItem:
+        """Return the judge's score and, as the reasoning, its whole reply; None as the score if it holds none."""
+        prompt = config.prompt.format(
+            question=item.input_obj, answer=item.output_obj, expected=item.expected_output_obj
+        )
+        reply = await llm.chat([{"role": "user", "content": prompt}], **options)
+        return EvalOutputItem(id=item.id, score=parse_score(reply.content), reasoning=reply.content)
+
+    yield score
+
+
+def parse_score(reply: str) -> float | None:
+    """Return the number from 0 to 1 that the last line of a reply consists of; None if it is anything else.
+
+    >>> parse_score("0.7"), parse_score("It is right.\\n**Score: 1.0**"), parse_score("8/10"), parse_score("")
+    (0.7, 1.0, None, None)
+    """
+    *_, last = reply.strip().splitlines() or [""]
+    found = _SCORE.fullmatch(last.lstrip(" *`\t").rstrip(" *`.\t"))
+    if found is None or not 0.0 <= float(found[1]) <= 1.0:
+        return None
+    return float(found[1])
