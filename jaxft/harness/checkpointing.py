@@ -7,9 +7,10 @@ taken between epochs only; an interrupted epoch is repeated with the same random
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +20,6 @@ from jaxft.errors import CheckpointError, ConfigError, RestoreError
 from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
-from jaxft.harness.datasets import digest_of
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_accord
@@ -364,3 +364,17 @@ def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, no
 
 def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
+
+
+def digest_of(items: Iterable[EvalInputItem]) -> str:
+    """Return the sha256 of examples in order; of a value that JSON cannot hold, only the type counts.
+
+    >>> item = EvalInputItem(id="0", input_obj="1+1", full_dataset_entry={"question": "1+1"})
+    >>> digest_of([item])[:8], digest_of([item.model_copy(update={"id": "1"})])[:8]
+    ('c72295e1', '597b8800')
+    """
+    digest = hashlib.sha256()
+    for item in items:
+        fields = [item.id, item.input_obj, item.expected_output_obj, item.full_dataset_entry]
+        digest.update(json.dumps(fields, default=lambda value: type(value).__name__, skipkeys=True).encode() + b"\n")
+    return digest.hexdigest()

@@ -25,10 +25,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails
 
-# These three register the dataset loaders.
-import jaxft.harness.datasets
-import jaxft.harness.hub_datasets
-import jaxft.harness.table_datasets  # noqa: F401
+import jaxft.harness.arrow_datasets  # noqa: F401, registers dataset loaders, and so does `datasets`
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness import config_help
 from jaxft.harness.config_merge import ConfigErrors, expanded, layers_of, literal, located, override, read_layers

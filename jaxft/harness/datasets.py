@@ -1,12 +1,13 @@
-"""Datasets in JSON files: `json` (a list of objects) and `jsonl` (one object per line); errors begin with file:line.
+"""Datasets in files: `json` (a list of objects), `jsonl` (one object per line) and `csv`; the rows of all datasets.
 
 The configuration names the fields of a row with id, input and expected output; the workflow gets the whole row. If no
-row has an id, rows are numbered from 0. `jaxft.harness.table_datasets` reads tables (`csv`, `parquet`).
+row has an id, rows are numbered from 0. Errors begin with file:line, or file:row N where a row has no line of its own.
+`jaxft.harness.arrow_datasets` reads `parquet` and `huggingface`.
 """
 
-import hashlib
+import csv
 import json
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jaxft.errors import DatasetError
 from jaxft.files import STRICT_JSON
 from jaxft.harness.config_types import ConfigModel, InputPath
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.registry import DatasetConfig, register_dataset_loader
+from jaxft.harness.registry import REGISTRY, DatasetConfig
 
 
 class DatasetStructureConfig(ConfigModel):
@@ -53,6 +54,17 @@ class JsonDatasetConfig(FileDatasetConfig, name="json"):
     """A file with one JSON list of objects."""
 
 
+class CsvDatasetConfig(FileDatasetConfig, name="csv"):
+    """Rows of texts under a header with the column names; CSV has no types, so `1` and `true` are texts as well.
+
+    Fields end with a comma, or with a tab if the name of the file ends in .tsv.
+    """
+
+
+TYPES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+"""The `_type` of a dataset by the suffix of its file."""
+
+
 def dataset_for_file(path: str | Path) -> dict[str, str]:
     """Return the `dataset` section of a configuration for a file, chosen by its suffix.
 
@@ -60,14 +72,12 @@ def dataset_for_file(path: str | Path) -> dict[str, str]:
         ValueError: the suffix is unknown.
 
     >>> dataset_for_file("data/train.tsv")
-    {'_type': 'csv', 'file_path': 'data/train.tsv', 'delimiter': '\\t'}
+    {'_type': 'csv', 'file_path': 'data/train.tsv'}
     """
-    types = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json"}
-    types |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
     suffix = Path(path).suffix.lower()
-    if suffix not in types:
-        raise ValueError(f"{path}: the name of a dataset must end in one of {', '.join(types)}")
-    return {"_type": types[suffix], "file_path": str(path)} | ({"delimiter": "\t"} if suffix == ".tsv" else {})
+    if suffix not in TYPES:
+        raise ValueError(f"{path}: the name of a dataset must end in one of {', '.join(TYPES)}")
+    return {"_type": TYPES[suffix], "file_path": str(path)}
 
 
 class Row(NamedTuple):
@@ -77,18 +87,6 @@ class Row(NamedTuple):
     fields: dict[str, Any]
 
 
-@register_dataset_loader(config_type=JsonlDatasetConfig)
-async def jsonl(config: JsonlDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
-    """Yield the examples of a JSONL file."""
-    yield file_items(config, read_jsonl(config.file_path))
-
-
-@register_dataset_loader(config_type=JsonDatasetConfig)
-async def json_list(config: JsonDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
-    """Yield the examples of a JSON file."""
-    yield file_items(config, read_json(config.file_path))
-
-
 def read_jsonl(path: Path) -> Iterator[Row]:
     """Read the rows of a JSONL file: UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
 
@@ -96,72 +94,103 @@ def read_jsonl(path: Path) -> Iterator[Row]:
         DatasetError: the file is missing or not UTF-8, or a row is malformed JSON, is not an object, repeats a key, or
             contains NaN or an infinity.
     """
-    for number, text in enumerate(decoded_lines(path), start=1):
-        place = f"{path}:{number}"
-        if text.strip():
-            yield Row(place, _object(_parsed(text, place), place))
+    for number, line in enumerate(_text(path).split("\n"), start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield Row(place, _object(_parsed(line, path, number), place))
 
 
 def read_json(path: Path) -> Iterator[Row]:
     """Read the rows of a JSON file, one list of objects; encoding and errors are those of `read_jsonl`."""
-    text = "\n".join(decoded_lines(path))
-    end = _skip_space(text, 0)
-    if text[end : end + 1] != "[":
+    values = _parsed(_text(path), path)
+    if not isinstance(values, list):
         raise DatasetError(f"{path}:1: wants a list of objects: [{{...}}, ...]")
-    if text[(first := _skip_space(text, end + 1)) : first + 1] == "]":
-        return
-    separator, line, counted = ",", 1, 0
-    while separator == ",":
-        start = _skip_space(text, end + 1)
-        line, counted = line + text.count("\n", counted, start), start
-        place = f"{path}:{line}"
-        value, end = _parsed_at(text, start, place)
+    for number, value in enumerate(values, start=1):
+        place = f"{path}:row {number}"
         yield Row(place, _object(value, place))
-        end = _skip_space(text, end)
-        separator = text[end : end + 1]
-    if separator != "]" or text[end + 1 :].strip():
-        line = text.count("\n", 0, end) + 1
-        raise DatasetError(f"{path}:{line}: wants ',' or ']' after an object, and nothing after the list")
 
 
-def file_bytes(path: Path) -> bytes:
-    """Read the content of a file.
+def read_csv(path: Path) -> Iterator[Row]:
+    """Read the rows of a CSV file: UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
+
+    A field in double quotes may contain delimiters, line breaks and doubled quotes. Blank lines are skipped.
 
     Raises:
-        DatasetError: it cannot be read.
+        DatasetError: the file is missing, is not UTF-8 or has no header; a column name is empty or repeated; a row has
+            more or fewer fields than the header; or a quote is not closed.
     """
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    rows = _csv_rows(path, delimiter)
+    if not rows:
+        raise DatasetError(f"{path}:1: wants a header: a first line with the names of the columns")
+    (first, header), *others = rows
+    for number, name in enumerate(header, start=1):
+        if not name.strip():
+            raise DatasetError(f"{path}:{first}: column {number} of the header has no name")
+        if name in header[: number - 1]:
+            raise DatasetError(f"{path}:{first}: the column '{name}' is there twice")
+    for line, fields in others:
+        if len(fields) != len(header):
+            raise DatasetError(
+                f"{path}:{line}: {len(fields)} fields under a header of {len(header)}: "
+                f"put a field that holds {delimiter!r} or a line break in double quotes"
+            )
+        yield Row(f"{path}:{line}", dict(zip(header, fields, strict=True)))
+
+
+CSV_FAULTS = {
+    "unexpected end of data": "the quote that opens a field of this row is not closed",
+    "new-line character": "a carriage return outside quotes: end lines with LF or CRLF",
+    "expected after": "a quote inside a quoted field is written twice",
+}
+"""What is wrong, by a part of the csv module's message."""
+
+
+def _csv_rows(path: Path, delimiter: str) -> list[tuple[int, list[str]]]:
+    """Return every row that is not blank, with the number of its first line."""
+    lines = _text(path).split("\n")
+    reader = csv.reader((f"{line}\n" for line in lines), delimiter=delimiter, strict=True)
+    rows, start = list[tuple[int, list[str]]](), 0
+    limit = csv.field_size_limit(2**31 - 1)  # that of the module, 131072 characters, is global
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror}") from None
+        for fields in reader:
+            # `""`, and a row of tabs between tabs, are rows of empty texts.
+            if len(fields) > 1 or lines[start].strip():
+                rows.append((start + 1, fields))
+            start = reader.line_num
+    except csv.Error as error:
+        why = next((words for part, words in CSV_FAULTS.items() if part in str(error)), str(error))
+        raise DatasetError(f"{path}:{start + 1}: malformed CSV: {why}") from None
+    finally:
+        csv.field_size_limit(limit)
+    return rows
 
 
-def decoded_lines(path: Path) -> Iterator[str]:
-    """Read the lines of a UTF-8 file, without line feeds and byte order mark.
+READERS: dict[type[FileDatasetConfig], Callable[[Path], Iterator[Row]]] = {
+    JsonlDatasetConfig: read_jsonl,
+    JsonDatasetConfig: read_json,
+    CsvDatasetConfig: read_csv,
+}
+"""The function that reads the rows of a file, by the class of its dataset."""
 
-    Raises:
-        DatasetError: the file cannot be read, or is not UTF-8.
-    """
-    for number, line in enumerate(file_bytes(path).split(b"\n"), start=1):
-        try:
-            # After the first line a byte order mark is an ordinary character, which JSON refuses.
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError:
-            raise DatasetError(f"{path}:{number}: not UTF-8: convert the file") from None
-        if "\0" in text:
-            raise DatasetError(f"{path}:{number}: holds zero bytes, as UTF-16 does: convert the file to UTF-8")
-        yield text
+
+async def file_dataset(config: FileDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
+    """Yield the examples of a file."""
+    yield file_items(config)
+
+
+for _config_type in READERS:
+    REGISTRY.add(DatasetConfig, _config_type, file_dataset)
+
+
+def file_items(config: FileDatasetConfig) -> list[EvalInputItem]:
+    """Read the examples of a file; errors are those of its reader and of `row_items`."""
+    return row_items(config, READERS[type(config)](config.file_path), str(config.file_path))
 
 
 def load_jsonl(path: Path) -> list[EvalInputItem]:
     """Load the examples of a JSONL file whose rows have `id`, `question` and `answer`, like the dataset `jsonl`."""
-    config = JsonlDatasetConfig(file_path=path)
-    return file_items(config, read_jsonl(config.file_path))
-
-
-def file_items(config: FileDatasetConfig, rows: Iterable[Row]) -> list[EvalInputItem]:
-    """Convert the rows of a file to examples; errors are those of `row_items`."""
-    return row_items(config, rows, str(config.file_path))
+    return file_items(JsonlDatasetConfig(file_path=path))
 
 
 def row_items(config: RowDatasetConfig, rows: Iterable[Row], source: str) -> list[EvalInputItem]:
@@ -177,19 +206,23 @@ def row_items(config: RowDatasetConfig, rows: Iterable[Row], source: str) -> lis
             text nor an integer.
     """
     listed = list(rows)
-    if not listed:
-        raise DatasetError(f"{source}: the dataset is empty")
     has_ids = any(config.id_key in row.fields for row in listed)
-    structure = config.structure
-    return [
-        EvalInputItem(
-            id=_id(row, config.id_key) if has_ids else str(index),
-            input_obj=row.fields if structure.question_key is None else _field(row, structure.question_key),
-            expected_output_obj=None if structure.answer_key is None else _field(row, structure.answer_key, NO_ANSWERS),
-            full_dataset_entry=row.fields,
+    question, answer = config.structure.question_key, config.structure.answer_key
+    items, places = list[EvalInputItem](), dict[str, str]()
+    for index, row in enumerate(listed):
+        identity = _id(row, config.id_key) if has_ids else str(index)
+        if identity in places:
+            raise DatasetError(f"{row.place}: the {config.id_key} '{identity}' is at {places[identity]} already")
+        places[identity] = row.place
+        items.append(
+            EvalInputItem(
+                id=identity,
+                input_obj=row.fields if question is None else _field(row, question),
+                expected_output_obj=None if answer is None else _field(row, answer, NO_ANSWERS),
+                full_dataset_entry=row.fields,
+            )
         )
-        for index, row in enumerate(_without_doubles(listed, config.id_key))
-    ]
+    return checked_items(items, source)
 
 
 def checked_items(items: Any, source: str) -> list[EvalInputItem]:
@@ -208,31 +241,6 @@ def checked_items(items: Any, source: str) -> list[EvalInputItem]:
             raise DatasetError(f"{source}: the id '{item.id}' is there twice")
         seen.add(item.id)
     return items
-
-
-def digest_of(items: Iterable[EvalInputItem]) -> str:
-    """Return the sha256 of examples in order; of a value that JSON cannot hold, only the type counts.
-
-    >>> item = EvalInputItem(id="0", input_obj="1+1", full_dataset_entry={"question": "1+1"})
-    >>> digest_of([item])[:8], digest_of([item.model_copy(update={"id": "1"})])[:8]
-    ('c72295e1', '597b8800')
-    """
-    digest = hashlib.sha256()
-    for item in items:
-        fields = [item.id, item.input_obj, item.expected_output_obj, item.full_dataset_entry]
-        digest.update(json.dumps(fields, default=lambda value: type(value).__name__, skipkeys=True).encode() + b"\n")
-    return digest.hexdigest()
-
-
-def _without_doubles(rows: list[Row], id_key: str) -> Iterator[Row]:
-    places: dict[str, str] = {}
-    for row in rows:
-        if id_key in row.fields:
-            identity = _id(row, id_key)
-            if identity in places:
-                raise DatasetError(f"{row.place}: the {id_key} '{identity}' is at {places[identity]} already")
-            places[identity] = row.place
-        yield row
 
 
 def _id(row: Row, key: str) -> str:
@@ -258,27 +266,34 @@ def _object(value: Any, place: str) -> dict[str, Any]:
     return value
 
 
-def _parsed(text: str, place: str) -> Any:
-    value, end = _parsed_at(text, _skip_space(text, 0), place)
-    if text[end:].strip():
-        raise DatasetError(f"{place}: malformed JSON: more text after the object (column {end + 1})")
-    return value
+def _text(path: Path) -> str:
+    """Return the text of a UTF-8 file, without a byte order mark.
 
-
-def _parsed_at(text: str, start: int, place: str) -> tuple[Any, int]:
+    Raises:
+        DatasetError: the file cannot be read, or is not UTF-8.
+    """
     try:
-        return STRICT_JSON.raw_decode(text, start)
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise DatasetError(f"{path}:{line}: not UTF-8: convert the file") from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise DatasetError(f"{path}:{line}: holds zero bytes, as UTF-16 does: convert the file to UTF-8")
+    return text
+
+
+def _parsed(text: str, path: Path, line: int | None = None) -> Any:
+    """Return the value of strict JSON that begins at a line of a file, or that is the whole file."""
+    place = str(path) if line is None else f"{path}:{line}"
+    try:
+        return STRICT_JSON.decode(text)
     except json.JSONDecodeError as error:
-        file, _, first = place.rpartition(":")
-        line = int(first) + text.count("\n", start, error.pos)
-        raise DatasetError(f"{file}:{line}: malformed JSON: {error.msg} (column {error.colno})") from None
+        place = f"{path}:{(line or 1) + error.lineno - 1}"
+        raise DatasetError(f"{place}: malformed JSON: {error.msg} (column {error.colno})") from None
     except RecursionError:
         raise DatasetError(f"{place}: malformed JSON: nested too deeply") from None
     except ValueError as error:
         raise DatasetError(f"{place}: {error}") from None
-
-
-def _skip_space(text: str, start: int) -> int:
-    while text[start : start + 1] in (" ", "\t", "\r", "\n"):
-        start += 1
-    return start

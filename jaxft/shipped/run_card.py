@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from jaxft.harness.arrow_datasets import HuggingFaceDatasetConfig
 from jaxft.harness.config import Config
-from jaxft.harness.hub_datasets import HuggingFaceDatasetConfig
 from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.model_card import ModelCard, hub_id, licence, metadata_of, reference

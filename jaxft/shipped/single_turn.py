@@ -11,11 +11,11 @@ import numpy as np
 from pydantic import Field
 
 from jaxft.errors import ComponentError, ConfigError, DatasetError, RequestError
+from jaxft.harness.arrow_datasets import without_added_nulls
 from jaxft.harness.config import Config
 from jaxft.harness.config_types import LLMRef
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.registry import DatasetConfig, WorkflowConfig
-from jaxft.harness.table_datasets import without_added_nulls
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.recorder import episode
 from jaxft.shipped.configs import LocalPolicyConfig

@@ -1,8 +1,8 @@
+"""Parquet files and datasets of Hugging Face as examples: plain values, nulls that arrow adds, and faults by row."""
+
 import asyncio
-import csv
 import datetime
 import decimal
-import io
 import json
 import sys
 
@@ -10,111 +10,19 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxft.errors import ConfigError, DatasetError
+from jaxft.errors import DatasetError
+from jaxft.harness.arrow_datasets import HuggingFaceDatasetConfig, ParquetDatasetConfig, read_hub, read_parquet
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config, resolved_yaml
-from jaxft.harness.datasets import DatasetStructureConfig, checked_items, dataset_for_file, file_items, load_jsonl
-from jaxft.harness.table_datasets import CsvDatasetConfig, ParquetDatasetConfig, read_csv, read_parquet
+from jaxft.harness.datasets import dataset_for_file, file_items, load_jsonl, row_items
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
-HEAD = "question,answer\n"
 
-
-def csv_items(path, content, **options):
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    config = CsvDatasetConfig(file_path=path, **options)
-    return checked_items(file_items(config, read_csv(path, config.delimiter)), str(path))
-
-
-def parquet_items(path, columns, **options):
+def parquet_items(path, columns):
     pyarrow.parquet.write_table(columns if isinstance(columns, pyarrow.Table) else pyarrow.table(columns), path)
-    return checked_items(file_items(ParquetDatasetConfig(file_path=path, **options), read_parquet(path)), str(path))
-
-
-def test_csv_rows_become_items_whose_values_are_texts(tmp_path):
-    items = csv_items(tmp_path / "d", 'id,question,answer,level\nx,"a ""b"", c",1e3,\ny,é,true,2\n')
-    assert [(i.id, i.input_obj, i.expected_output_obj) for i in items] == [("x", 'a "b", c', "1e3"), ("y", "é", "true")]
-    assert items[0].full_dataset_entry == {"id": "x", "question": 'a "b", c', "answer": "1e3", "level": ""}
-
-
-def test_csv_with_byte_order_mark_crlf_blank_lines_and_line_breaks_in_fields(tmp_path):
-    content = b"\xef\xbb\xbf\r\n" + b'question,answer\r\n\r\n  \r\n"a\r\n\r\nb",1\r\n\n"c\nd","\xe2\x80\xa8"'
-    assert [(i.id, i.input_obj, i.expected_output_obj) for i in csv_items(tmp_path / "d", content)] == [
-        ("0", "a\r\n\r\nb", "1"),
-        ("1", "c\nd", "\u2028"),
-    ]
-
-
-def test_csv_fields_are_mapped(tmp_path):
-    structure = DatasetStructureConfig(question_key=None, answer_key=None)
-    (item,) = csv_items(tmp_path / "d", "n;t\n1;x\n", id_key="n", structure=structure, delimiter=";")
-    assert (item.id, item.input_obj, item.expected_output_obj) == ("1", {"n": "1", "t": "x"}, None)
-
-
-def test_rows_of_empty_texts_are_no_blank_lines(tmp_path):
-    (tmp_path / "one").write_text('a\n""\n\nx\n')
-    (tmp_path / "tabs").write_text("a\tb\n\t\n \n")
-    assert [row.fields for row in read_csv(tmp_path / "one")] == [{"a": ""}, {"a": "x"}]
-    assert [row.fields for row in read_csv(tmp_path / "tabs", "\t")] == [{"a": "", "b": ""}]
-
-
-def test_long_csv_fields_are_read_and_the_limit_of_the_csv_module_stays(tmp_path):
-    limit = csv.field_size_limit()
-    (item,) = csv_items(tmp_path / "d", HEAD + "q" * 300_000 + ",a")
-    assert len(item.input_obj) == 300_000 and csv.field_size_limit() == limit
-
-
-@given(st.lists(st.tuples(*[st.text(st.characters(codec="utf-8", exclude_characters="\0"))] * 2), min_size=1))
-def test_what_the_csv_module_writes_is_read_back(tmp_path_factory, rows):
-    text = io.StringIO(newline="")
-    csv.writer(text, quoting=csv.QUOTE_ALL).writerows([("a", "b"), *rows])
-    path = tmp_path_factory.mktemp("csv") / "d"
-    path.write_bytes(text.getvalue().encode())
-    assert [tuple(row.fields.values()) for row in read_csv(path)] == rows
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "d:1: wants a header"),
-        ("\n\r\n", "d:1: wants a header"),
-        (HEAD, "d: the dataset is empty"),
-        ("\na,b,a\n", "d:2: the column 'a' is there twice"),
-        ("a,,b\n", "d:1: column 2 of the header has no name"),
-        ("a, \n", "d:1: column 2 of the header has no name"),
-        (HEAD + '"q\nq",1\nx\n', "d:4: the row has 1 fields, the header 2"),
-        (HEAD + "a,b,c\n", "d:2: the row has 3 fields, the header 2: a field that holds ',' or a line break needs"),
-        (HEAD + "a,b,\n", "d:2: the row has 3 fields"),
-        (HEAD + 'a,b\n"c,d\n\ne,f\n', "d:3: malformed CSV: the quote that opens a field of this row is not closed"),
-        (HEAD + '"a"b,c\n', "d:2: malformed CSV: ',' expected after '\"' (a quote inside a quoted field is written"),
-        ("question,answer\ra,b\rc,d", "d:1: malformed CSV: a carriage return outside quotes: end lines with LF"),
-        (HEAD.encode() + b"a,b\n\xff,c\n", "d:3: not UTF-8"),
-        (HEAD.encode("utf-16"), "d:1: not UTF-8"),
-        (HEAD.encode("utf-16-le"), "d:1: holds zero bytes"),
-        (HEAD + "a,b\nc\0,d\n", "d:3: holds zero bytes"),
-        ("question;answer\n1;2\n", "d:2: no field 'question'; fields there: question;answer"),
-        ("question,anser\n1,2\n", "d:2: no field 'answer'; fields there: question, anser"),
-        ("id,question,answer\n7,a,b\n\n7,c,d\n", "d:4: the id '7' is at "),
-        ("id,question,answer\n,a,b\n", "d:2: 'id' must be a text or an integer, holds \"\""),
-    ],
-)
-def test_faults_of_csv_have_file_and_line(tmp_path, content, message):
-    with pytest.raises(DatasetError) as caught:
-        csv_items(tmp_path / "d", content)
-    assert str(caught.value).startswith(str(tmp_path)) and message in str(caught.value)
-
-
-@pytest.mark.parametrize("delimiter", ["", ",,", '"', "\n", "\r"])
-def test_delimiters_that_cannot_be(toy_run, tmp_path, delimiter):
-    toy_run["eval"]["general"]["dataset"] = {"_type": "csv", "file_path": "d", "delimiter": delimiter}
-    with pytest.raises(ConfigError) as caught:
-        config_from_mapping(toy_run, base_dir=tmp_path)
-    (message,) = caught.value.faults
-    assert message.startswith("eval.general.dataset.delimiter: must be one character, and no quote or line break")
+    return file_items(ParquetDatasetConfig(file_path=path))
 
 
 NESTED = {
@@ -171,12 +79,6 @@ def test_nulls_that_arrow_adds_to_tools_and_their_calls_are_left_out(tmp_path):
     assert load_jsonl(rows)[0].input_obj == {"function": {"arguments": {"x": None}}}  # the row has it
 
 
-def test_parquet_fields_are_mapped(tmp_path):
-    structure = DatasetStructureConfig(question_key="q", answer_key=None)
-    (item,) = parquet_items(tmp_path / "d", {"n": [3], "q": ["x"]}, id_key="n", structure=structure)
-    assert (item.id, item.input_obj, item.expected_output_obj) == ("3", "x", None)
-
-
 BAD_TEXT = pyarrow.StringArray.from_buffers(
     2, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")
 )
@@ -192,13 +94,13 @@ BAD_TEXT = pyarrow.StringArray.from_buffers(
         ({"question": [1.0, float("nan")]}, "d:row 2: column 'question': nan is not a finite number"),
         ({"question": [{"x": [1.0, float("-inf")]}]}, "d:row 1: column 'question': -inf is not a finite number"),
         ({"question": BAD_TEXT}, "d:row 2: column 'question': not UTF-8"),
-        ({"image": [b"x"]}, "d: column 'image' holds binary"),
-        ({"at": [datetime.datetime(2020, 1, 1)]}, "d: column 'at' holds timestamp[us]"),
-        ({"at": [datetime.date(2020, 1, 1)]}, "d: column 'at' holds date32[day]"),
-        ({"at": [datetime.time(1)]}, "d: column 'at' holds time64[us]"),
-        ({"price": [decimal.Decimal("1.5")]}, "d: column 'price' holds decimal128(2, 1)"),
-        ({"a": [{"b": [{"c": b"x"}]}]}, "d: column 'a': its field 'b': its field 'c' holds binary"),
-        ({"m": pyarrow.array([[(1, 2)]], pyarrow.map_("int32", "int32"))}, "d: column 'm' holds map<int32, int32"),
+        ({"at": [datetime.datetime(2020, 1, 1)]}, "d:row 1: column 'at': holds timestamp[us]"),
+        ({"price": [decimal.Decimal("1.5")]}, "d:row 1: column 'price': holds decimal128(2, 1)"),
+        ({"a": [{"b": [{"c": b"x"}]}]}, "d:row 1: column 'a': holds binary"),
+        (
+            {"m": pyarrow.array([[(1, 2)]], pyarrow.map_("int32", "int32"))},
+            "d:row 1: column 'm': holds map<int32, int32",
+        ),
         (
             {"m": pyarrow.array([[("a", 2), ("a", 3)]], pyarrow.map_("string", "int32"))},
             "d:row 1: column 'm': the key 'a' is there twice",
@@ -235,10 +137,9 @@ def test_without_pyarrow_the_extra_is_named(tmp_path, monkeypatch):
         list(read_parquet(tmp_path / "d"))
 
 
-@pytest.mark.parametrize("read", [read_csv, read_parquet])
-def test_a_missing_file_is_named(tmp_path, read):
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(DatasetError, match=r"nowhere: cannot be read: No such file"):
-        list(read(tmp_path / "nowhere"))
+        list(read_parquet(tmp_path / "nowhere"))
 
 
 def test_a_configuration_chooses_them(toy_run, tmp_path):
@@ -258,3 +159,90 @@ def test_a_configuration_chooses_them(toy_run, tmp_path):
         assert (item.input_obj, item.expected_output_obj) == ("a", "b")
         (tmp_path / "copy.yml").write_text(resolved_yaml(config))
         assert load_config(tmp_path / "copy.yml") == config
+
+
+ROWS = [{"question": f"{n}+1", "answer": str(n + 1), "about": {"terms": [n, 1]}} for n in range(10)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Folders of one split, of several, and of files."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("hub")
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(str(folder / "one"))
+    datasets.DatasetDict({"train": rows, "test": rows.select([3])}).save_to_disk(str(folder / "several"))
+    (folder / "files").mkdir()
+    rows.to_parquet(str(folder / "files" / "train.parquet"))
+    rows.select([3]).to_parquet(str(folder / "files" / "test.parquet"))
+    for name in ("table", "lines"):
+        (folder / name).mkdir()
+    rows.remove_columns("about").to_csv(str(folder / "table" / "train.csv"), index=False)
+    rows.to_json(str(folder / "lines" / "train.jsonl"))
+    return folder
+
+
+def hub_items(**options):
+    config = HuggingFaceDatasetConfig(**options)
+    return row_items(config, read_hub(config), config.path)
+
+
+@pytest.mark.envs
+@pytest.mark.parametrize("name", ["one", "several", "files"])
+def test_rows_have_the_types_of_json(folders, name):
+    found = hub_items(path=str(folders / name), split="train")
+    assert [item.full_dataset_entry for item in found] == ROWS
+    assert (found[2].id, found[2].input_obj, found[2].expected_output_obj) == ("2", "2+1", "3")
+
+
+@pytest.mark.envs
+@pytest.mark.parametrize("name", ["table", "lines"])
+def test_csv_and_json_files_are_datasets(folders, name):
+    assert [item.input_obj for item in hub_items(path=str(folders / name))] == [row["question"] for row in ROWS]
+
+
+@pytest.mark.envs
+@pytest.mark.parametrize("name", ["several", "files"])
+def test_a_split_or_part_of_one_is_chosen(folders, name):
+    assert [item.input_obj for item in hub_items(path=str(folders / name), split="test")] == ["3+1"]
+    assert [item.input_obj for item in hub_items(path=str(folders / name), split="train[2:4]")] == ["2+1", "3+1"]
+    assert [item.input_obj for item in hub_items(path=str(folders / name), split="train[:20%]")] == ["0+1", "1+1"]
+
+
+@pytest.mark.envs
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("several", {"split": "tes"}, "test"),
+        ("files", {"split": "dev"}, "'test'"),
+        ("one", {"split": "test"}, "train"),
+        ("one", {"name": "main"}, "'name'"),
+        ("several", {"split": "train[2:"}, "train[2:"),
+        ("files", {"name": "main"}, "main"),
+        ("not_there", {}, "not_there"),
+    ],
+)
+def test_what_is_missing_is_named(folders, name, options, told):
+    with pytest.raises(DatasetError) as raised:
+        hub_items(path=str(folders / name), **options)
+    assert told in str(raised.value) and name in str(raised.value)
+
+
+@pytest.mark.envs
+def test_a_missing_field_names_the_row_and_the_fields(folders):
+    with pytest.raises(DatasetError, match=r"one\[train\]:row 1: .*'prompt'.*question, answer, about"):
+        hub_items(path=str(folders / "one"), structure={"question_key": "prompt"})
+
+
+@pytest.mark.envs
+def test_bytes_have_no_form_in_json(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"question": [b"\xff"]}).save_to_disk(str(tmp_path / "bytes"))
+    with pytest.raises(DatasetError, match="question"):
+        hub_items(path=str(tmp_path / "bytes"), structure={"answer_key": None})
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DatasetError, match=r"jaxft\[huggingface\]"):
+        read_hub(HuggingFaceDatasetConfig(path="some/rows"))
