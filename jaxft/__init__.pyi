@@ -151,12 +151,14 @@ from .harness.registry import (
     register_workflow as register_workflow,
 )
 from .harness.runtime import (
-    run_arguments as run_arguments,
     run_script as run_script,
 )
 from .harness.session import (
     Session as Session,
     open_session as open_session,
+)
+from .harness.verbs import (
+    run_arguments as run_arguments,
 )
 from .models.bridge import (
     from_function as from_function,

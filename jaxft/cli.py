@@ -14,19 +14,23 @@ from jaxft.files import home_path
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume
 from jaxft.harness.config import help_text
 from jaxft.harness.new_agent import write_agent
-from jaxft.harness.process import OptionParser
 from jaxft.harness.runtime import (
     complain,
     exit_code_of,
+    run_parsed,
+)
+from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.harness.verbs import (
+    OptionParser,
+    Verb,
+    installed_verbs,
     log_arguments,
     override_arguments,
     processes_arguments,
     processes_of,
     run_arguments,
-    run_parsed,
+    whole_number,
 )
-from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.harness.verbs import Verb, installed_verbs, whole_number
 from jaxft.hosts.launch import launch
 from jaxft.runs.console import Console
 

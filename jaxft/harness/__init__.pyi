@@ -5,9 +5,9 @@ from .registry import (
 )
 from .runtime import (
     exit_code_of as exit_code_of,
-    override_arguments as override_arguments,
 )
 from .verbs import (
     Verb as Verb,
+    override_arguments as override_arguments,
     whole_number as whole_number,
 )

@@ -1,14 +1,11 @@
-"""What a process needs before it imports jax: its command line, the cache of programs, and devices of a divided CPU.
+"""What a process needs before it imports jax: the cache of programs, and devices of a divided CPU.
 
 Settings of the user take precedence everywhere.
 """
 
-import argparse
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 DIVIDED = "xla_force_host_platform_device_count"
 """XLA flag that divides a CPU into several devices, to test a mesh."""
@@ -21,28 +18,6 @@ CACHE_SETTINGS = {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
 }
 """Settings of jax's compilation cache: small programs are cached as well, as a run compiles many."""
-
-
-class OptionParser(argparse.ArgumentParser):
-    """A parser that takes each option with hyphens and, as NeMo Agent Toolkit writes them, with underscores.
-
-    >>> parser = OptionParser()
-    >>> _ = parser.add_argument("--config-file"), parser.add_argument("--eval_games")
-    >>> parser.parse_args(["--config_file=a_b.yml", "--eval-games", "4"])
-    Namespace(config_file='a_b.yml', eval_games='4')
-    """
-
-    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
-        """Parse a command line, by default that of the process."""
-        return super().parse_known_args(list(map(self._as_declared, sys.argv[1:] if args is None else args)), namespace)
-
-    def _as_declared(self, argument: str) -> str:
-        name, equals, value = argument.partition("=")
-        words = name.removeprefix("--").replace("-", "_")
-        # A verb's options are unknown to the parser above it, and stay as they are for that of the verb.
-        spellings = (name, "--" + words.replace("_", "-"), f"--{words}")
-        known = (each for each in spellings if each in self._option_string_actions)
-        return next(known, name) + equals + value if name.startswith("--") else argument
 
 
 def prepare_process(*, computes: bool = True) -> None:

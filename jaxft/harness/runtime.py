@@ -30,16 +30,15 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from jaxft.errors import ConfigError, HostsError, JaxftError, Stopped
-from jaxft.files import home_path
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.config_merge import literal
 from jaxft.harness.data_models import FinetuneRunConfig
-from jaxft.harness.process import OptionParser, prepare_process
+from jaxft.harness.process import prepare_process
 from jaxft.harness.registry import REGISTRY
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
-from jaxft.harness.verbs import installed_verbs
-from jaxft.hosts.start import VARIABLES, Place, find_place, join, leave
+from jaxft.harness.verbs import OptionParser, installed_verbs, processes_arguments, processes_of
+from jaxft.hosts.start import Place, find_place, join, leave
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
 
@@ -54,117 +53,6 @@ LEAVE_SECONDS = 5.0
 
 GIVE_UP_SECONDS = 5.0
 """Time that a run in a notebook has to end after the second Ctrl-C; a function of the user's may block its thread."""
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
-
-
-def run_arguments(
-    description: str | None,
-    config_file: str | Path | None = None,
-    parser: argparse.ArgumentParser | None = None,
-) -> argparse.ArgumentParser:
-    """Make a parser with the options of every run and, for a script, of a sweep; a script may add its own.
-
-    Args:
-        description: shown by `--help`; a script's `__doc__`.
-        config_file: the default of `--config-file`, which is required without one.
-        parser: the parser to add to; by default a new one.
-    """
-    is_script = parser is None
-    parser = OptionParser() if parser is None else parser
-    parser.allow_abbrev = False  # --seed would be --seeds, which is another thing
-    parser.description = description
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--config-file",
-        type=home_path,
-        required=config_file is None,
-        default=config_file,
-        help="the YAML file of the run" + ("" if config_file is None else f" (default {config_file})"),
-    )
-    override_arguments(parser)
-    log_arguments(parser)
-    parser.add_argument(
-        "--dataset", type=home_path, metavar="FILE", help="file of examples to use instead of eval.general.dataset"
-    )
-    parser.add_argument(
-        "--result-json-path", metavar="PATH", help="JSON path of the result in the workflow's output, as in $.answer"
-    )
-    parser.add_argument(
-        "--validation-dataset", type=home_path, metavar="FILE", help="file of held-out examples to validate on"
-    )
-    parser.add_argument("--validation-interval", type=int, metavar="N", help="epochs between two validations")
-    parser.add_argument(
-        "--validation-config-file",
-        type=home_path,
-        metavar="FILE",
-        help="configuration with the workflow and evaluators of validation",
-    )
-    parser.add_argument(
-        "--strict-compile",
-        action="store_true",
-        help="compile every program first; fail if an epoch compiles more",
-    )
-    parser.add_argument(
-        "--endpoint",
-        metavar="URL",
-        help="address of an agent, which takes the place of the workflow (`_type: http_agent`)",
-    )
-    parser.add_argument(
-        "--endpoint-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="seconds that this agent may send nothing (default: eval.general.timeout_seconds)",
-    )
-    processes_arguments(parser)
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace the run in the output directory, which is removed once the new run has its first checkpoint",
-    )
-    existing.add_argument("--resume", action="store_true", help="continue the run in the output directory")
-    if is_script:
-        for verb in installed_verbs().values():
-            if verb.takes_over is not None:
-                verb.add_arguments(parser)
-    return parser
-
-
-def override_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--set` and `-o`, which set fields of the configuration."""
-    set_option = parser.add_argument(
-        "--set", type=_pair, action="append", dest="override", default=[], metavar="PATH=VALUE",
-        help="set a field, as in --set finetuning.num_epochs=5 (the value is YAML); may be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "-o", "--override", nargs=2, action="append", dest=set_option.dest, metavar=("PATH", "VALUE"),
-        help="the same, as in -o finetuning.num_epochs 5",
-    )  # fmt: skip
-
-
-def processes_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--coordinator`, `--num-processes` and `--process-id`."""
-    group = parser.add_argument_group("several processes, where no cluster says so (see also `jaxft launch`)")
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0, with a free port")
-    group.add_argument(
-        "--num-processes", metavar="N", help="number of processes of the run; 1 alone ignores the cluster"
-    )
-    group.add_argument("--process-id", metavar="I", help="number of this process, from 0")
-
-
-def processes_of(parsed: argparse.Namespace) -> dict[str, str | None]:
-    """Return the options of `processes_arguments`, each None if it was not given."""
-    return {name: vars(parsed)[name] for name in VARIABLES}
-
-
-def log_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--log-level`."""
-    parser.add_argument(
-        "--log-level", choices=LOG_LEVELS, default="info",
-        help="the lowest level of Python's `logging` that is shown from the agent's modules; records of libraries are "
-        "shown from warning on (default %(default)s)",
-    )  # fmt: skip
 
 
 def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
@@ -466,10 +354,3 @@ def complain(message: str, code: int) -> int:
     """Show a message on standard error, and return the exit code."""
     print(f"jaxft: {message}", file=sys.stderr)
     return code
-
-
-def _pair(text: str) -> tuple[str, str]:
-    path, equals, value = text.partition("=")
-    if not path or not equals:
-        raise argparse.ArgumentTypeError("wants PATH=VALUE")
-    return path, value

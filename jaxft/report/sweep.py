@@ -21,10 +21,9 @@ from jaxft.files import home_path
 from jaxft.harness.config_merge import ConfigErrors, expanded, literal, override, read_layers
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, has_fields, with_fields_expanded
-from jaxft.harness.process import OptionParser
 from jaxft.harness.runtime import complain, config_of, exit_code_of
 from jaxft.harness.signals import current_shutdown
-from jaxft.harness.verbs import Verb
+from jaxft.harness.verbs import OptionParser, Verb
 from jaxft.report.sweep_check import CheckedRun, Load, check_runs, listed
 from jaxft.report.sweep_grid import SEED, Grid, GridRun, make_grid, parse_seeds, read_list, yaml_text
 from jaxft.report.sweep_jobs import Job, divide_machine, ending_of, last_lines, progress_of, run_jobs, visible_gpus

@@ -20,9 +20,10 @@ from jaxft.harness.checkpointing import changes_of
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, register_trainer, register_trainer_adapter
-from jaxft.harness.runtime import command_to_resume, run_arguments, run_script
+from jaxft.harness.runtime import command_to_resume, run_script
 from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.harness.verbs import run_arguments
 from jaxft.runs.directory import RunDirectory
 from tests.faults.injection import KILL_POINTS, limited_file_size, owner_of
 from tests.harness.conftest import ToyTrainer, toy_events  # noqa: F401  (a fixture, used by name)

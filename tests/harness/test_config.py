@@ -8,8 +8,8 @@ from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping, differences_to_defaults, help_text, load_config, resolved_yaml
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import load_jsonl
-from jaxft.harness.runtime import run_arguments
 from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.harness.verbs import run_arguments
 from jaxft.report.compared_runs import LeftOut, find_runs
 from jaxft.shipped.train import TrainResult
 

@@ -6,8 +6,9 @@ from jaxft.errors import ConfigError
 from jaxft.files import safe_name
 from jaxft.harness.commands import finetune
 from jaxft.harness.config import config_from_mapping, load_config, resolved_yaml
-from jaxft.harness.runtime import run_arguments, run_script
+from jaxft.harness.runtime import run_script
 from jaxft.harness.strict_yaml import dump_yaml, parse_yaml
+from jaxft.harness.verbs import run_arguments
 
 
 def output_dir(toy_run, tmp_path, text, overrides=()):

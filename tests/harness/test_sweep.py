@@ -12,7 +12,8 @@ from filelock import FileLock
 
 from jaxft.cli import main
 from jaxft.harness.config import load_config, resolved_yaml
-from jaxft.harness.runtime import run_arguments, run_script
+from jaxft.harness.runtime import run_script
+from jaxft.harness.verbs import run_arguments
 from jaxft.report.sweep_jobs import last_lines
 from jaxft.runs.directory import RunDirectory
 
