@@ -48,17 +48,8 @@ class _TrainerOptions(TrainerConfig):
 
     resume: bool = Field(default=False, description="Continue the run in finetuning.output_dir.")
     overwrite: bool = Field(default=False, description="Replace the run in finetuning.output_dir.")
-    validation_temperature: float | None = Field(
-        default=0.0, ge=0.0, description="Temperature of validation (0: greedy); null: each call keeps its own."
-    )
-    validation_generations: int = Field(default=1, ge=1, description="Episodes per example of validation.")
-    timeout_seconds: float | None = Field(
-        default=3600.0, gt=0.0, description="Seconds that the workflow may take for an episode; null: no limit."
-    )
     checkpoints: CheckpointConfig = CheckpointConfig()
     loggers: tuple[AnyLogger, ...] = FinetuneConfig.model_fields["loggers"]  # type: ignore[assignment]
-    strict_compile: bool = FinetuneConfig.model_fields["strict_compile"]  # type: ignore[assignment]
-    grace_seconds: float = FinetuneConfig.model_fields["grace_seconds"]  # type: ignore[assignment]
 
 
 def own_config(config: BaseModel, own: type[ComponentConfig]) -> ComponentConfig:

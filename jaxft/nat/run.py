@@ -56,7 +56,7 @@ FOLDER = "jaxft"
 """Folder in `finetuning.output_dir` that is jaxft's run directory; the toolkit's own files stand beside it."""
 
 
-KEPT = ("checkpoints", "loggers", "strict_compile", "grace_seconds")
+KEPT = ("checkpoints", "loggers")
 """Fields of jaxft's section `finetuning` that stand in the toolkit's trainer."""
 
 
@@ -140,7 +140,7 @@ async def open_run(
         examples = await session.builder.get_dataset()
         stack.enter_context(toolkit_episodes.recording(config.finetuning.seed, examples))
         if options.validation_dataset is not None and is_whole:
-            await _bind_validation(session, toolkit, options, chosen, stack)
+            await _bind_validation(session, toolkit, options, stack)
         _run = Run(toolkit, options, session)
         try:
             yield _run
@@ -244,7 +244,6 @@ def _config(
         eval=EvalConfig(
             general=EvalGeneralConfig(
                 max_concurrency=max(toolkit.eval.general.max_concurrency, 1),
-                timeout_seconds=kept.get("timeout_seconds", 3600.0),
                 dataset=ToolkitDatasetConfig(
                     toolkit=toolkit, file=None if options.dataset is None else str(options.dataset)
                 ),
@@ -292,7 +291,7 @@ def _llm_name(toolkit: ToolkitConfig, model: str | None) -> str | None:
 
 
 async def _bind_validation(
-    session: Session, toolkit: ToolkitConfig, options: FinetuneRunConfig, trainer: dict[str, Any], stack: AsyncExitStack
+    session: Session, toolkit: ToolkitConfig, options: FinetuneRunConfig, stack: AsyncExitStack
 ) -> None:
     """Give the trajectory builder the validation that the command line asks for."""
     source, reward = session.builder, session.config.finetuning.reward_function
@@ -331,13 +330,7 @@ async def _bind_validation(
     evaluation = await source.make_evaluation(reward, counted_with=await session.builder.get_evaluation())
     builder = await session.builder.get_trajectory_builder(session.config.finetuning.trajectory_builder or "")
     await builder.bind_validation(
-        Validation(
-            evaluation,
-            examples,
-            options.validation_interval,
-            trainer["validation_temperature"],
-            trainer["validation_generations"],
-        )
+        Validation(evaluation, examples, options.validation_interval, temperature=0.0, num_generations=1)
     )
 
 
