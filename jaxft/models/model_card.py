@@ -55,8 +55,8 @@ def make_card(title: str, about: str, base: str | None, *tags: str, datasets: li
 
 def card_text(card: ModelCard, weights: Weights) -> str:
     """Return the text of a card with the section on the weights; equal arguments give equal texts."""
-    lora, base = weights.lora, card.data.base_model
-    data = ModelCard(card.content).data
+    lora, data = weights.lora, ModelCardData(**card.data.to_dict())
+    base = data.base_model
     data.library_name, data.pipeline_tag = "transformers" if lora is None else "peft", "text-generation"
     whole = ModelCard.from_template(
         data,
