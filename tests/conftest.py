@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import socket
 from functools import cache
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def foreign_trajectories():
         patch.setattr(job_outcome, "MAX_STALE_FRACTION", 1.0)
         patch.setattr(job_outcome, "MAX_DISAGREEING_FRACTION", 1.0)
         yield
+
+
+@pytest.fixture
+def no_sockets(monkeypatch):
+    """Fails a test that connects or binds a socket; an event loop's own pair of sockets does neither."""
+
+    def refuse(*arguments):
+        raise AssertionError(f"a socket was used: {arguments[1:]}")
+
+    for name in ("connect", "connect_ex", "bind"):
+        monkeypatch.setattr(socket.socket, name, refuse)
 
 
 @pytest.fixture(scope="session")

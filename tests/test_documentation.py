@@ -10,7 +10,6 @@ other tests run. The notebooks are in tests/test_notebooks.py.
 """
 
 import ast
-import json
 import math
 import os
 import re
@@ -32,7 +31,6 @@ from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.models.config import PRESETS
-from jaxft.serving import chat_completions, completions, messages_api, responses_fields
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -318,32 +316,6 @@ def test_the_table_of_presets_has_their_sizes():
         counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
         own = [counted, config.num_layers, config.hidden_size, config.vocab_size]
         assert [int(figure.replace(",", "")) for figure in figures] == own, name
-
-
-def test_the_pages_of_the_endpoint_list_every_field_and_its_treatment():
-    row = r"^\| `([\w.]+)` \| (OpenAI|vLLM|Anthropic) \| (\w+) \| (.*?)\.?(?: Accepted: (.*)\.)? \|$"
-    objects = [messages_api.OBJECTS, responses_fields.OBJECTS]
-    of_messages, of_responses = ([(f"{name}.", fields) for name, fields in each.items()] for each in objects)
-    pages = {
-        "openai-api.md": [("", chat_completions.FIELDS)],
-        "dialects.md": [
-            *[("", messages_api.FIELDS), *of_messages],
-            *[("", responses_fields.FIELDS), *of_responses],
-            ("", completions.FIELDS),
-        ],
-    }
-    for page, tables in pages.items():
-        listed = re.findall(row, (ROOT / "docs" / page).read_text(), re.MULTILINE)
-        fields = [
-            (prefix + each.name, each.api, each.treatment, each.note.rstrip(".").lower(), _accepted(each))
-            for prefix, table in tables
-            for each in table
-        ]
-        assert [(*rest, note.lower(), accepted) for *rest, note, accepted in listed] == fields
-
-
-def _accepted(field):
-    return ", ".join(f"`{json.dumps(value)}`" for value in field.unused)
 
 
 def test_every_test_that_is_named_exists():

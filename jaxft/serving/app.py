@@ -18,29 +18,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
+from jaxft.rollout.chat_request import ChatRequest, CompletionRequest
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import Episode, episode_of_token, find_episode, is_episode_token, recording
 from jaxft.serving.chat_completions import CHAT_COMPLETIONS
-from jaxft.serving.completions import COMPLETIONS
-from jaxft.serving.messages_api import MESSAGES
-from jaxft.serving.openapi import openapi_schema
-from jaxft.serving.responses_api import RESPONSES
+from jaxft.serving.openapi import DIALECTS, openapi_schema
+from jaxft.serving.schemas import APIRequest, Dialect, in_words_of, read_request
 from jaxft.serving.wire import (
     MAX_BODY_BYTES,
-    AnyCall,
     APIError,
-    Dialect,
     EventWriter,
     encode,
-    in_words_of,
     openai_error,
     parse_body,
 )
 
 T = TypeVar("T")
-
-DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
-"""The APIs that are served."""
 
 LARGE_BODY_BYTES = 2**16
 """Size of a body from which on it is read in a thread."""
@@ -64,16 +57,16 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
 
     def answers(dialect: Dialect) -> Route:
         async def answer(request: Request) -> Response:
-            call = await _call(dialect, await _body(request))
-            llm = _find(llms, call.model)
-            if call.stream:
-                writer = dialect.make_writer(call, llm.token_text)
-                events = _events(llm, call, writer)
+            asked, wanted = await _read(dialect, await _body(request))
+            llm = _find(llms, asked.model)
+            if asked.stream:
+                writer = dialect.make_writer(asked, llm.token_text)
+                events = _events(llm, wanted, writer)
                 # Before the response begins, so that a request that cannot be answered gets the status of its error.
                 first = await _while_connected(request, _next(events))
                 return StreamingResponse(_joined(first, events, dialect, writer), media_type="text/event-stream")
-            reply = await _while_connected(request, llm.answer(call.request))
-            return _json(dialect.reply(call, reply, llm.token_text))
+            reply = await _while_connected(request, llm.answer(wanted))
+            return _json(dialect.reply(asked, reply, llm.token_text))
 
         return Route(dialect.path, _answering(answer, dialect), methods=["POST"])
 
@@ -89,7 +82,7 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
         return _json({"status": "ok"})
 
     async def schema(request: Request) -> Response:
-        return _json(openapi_schema(DIALECTS, list(llms), request.scope["root_path"] or "/"))
+        return _json({**openapi_schema(tuple(llms)), "servers": [{"url": request.scope["root_path"] or "/"}]})
 
     app = Starlette(
         routes=[
@@ -191,10 +184,10 @@ def _refused(error: Exception, dialect: Dialect) -> APIError:
     if isinstance(error, APIError):
         return error
     if isinstance(error, PromptTooLongError):
-        param = dialect.names.get("messages", "messages")
-        return APIError(str(error), param=param, code="context_length_exceeded")
+        argument = "messages" if "messages" in dialect.request.model_fields else "prompt_ids"
+        return in_words_of(dialect.request, RequestError(str(error), argument), "context_length_exceeded")
     if isinstance(error, RequestError):
-        return in_words_of(dialect.names, error)
+        return in_words_of(dialect.request, error)
     if isinstance(error, ValueError):
         return APIError(str(error))
     if isinstance(error, PolicyError):
@@ -241,12 +234,12 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _call(dialect: Dialect, body: bytes) -> AnyCall:
-    """Return the call of a body; a large one is read in a thread, so that others are answered meanwhile."""
+async def _read(dialect: Dialect, body: bytes) -> tuple[APIRequest, ChatRequest | CompletionRequest]:
+    """Return the request of a body and what it wants sampled; others are answered while a large one is read."""
 
-    def read() -> AnyCall:
-        call: AnyCall = dialect.parse(parse_body(body))
-        return call
+    def read() -> tuple[APIRequest, ChatRequest | CompletionRequest]:
+        asked = read_request(dialect.request, parse_body(body))
+        return asked, asked.to_request()
 
     return read() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
 
@@ -278,9 +271,11 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(llm: LanguageModel, call: AnyCall, writer: EventWriter) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a call."""
-    async with contextlib.aclosing(llm.stream(call.request)) as pieces:
+async def _events(
+    llm: LanguageModel, wanted: ChatRequest | CompletionRequest, writer: EventWriter
+) -> AsyncIterator[bytes]:
+    """Yield the server-sent events of an answer."""
+    async with contextlib.aclosing(llm.stream(wanted)) as pieces:
         async for piece in pieces:
             for event in writer.events(piece):
                 yield event

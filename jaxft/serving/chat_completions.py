@@ -1,359 +1,227 @@
-"""OpenAI's chat completions: from the JSON of a request to a `ChatRequest`, and from a `Reply` to JSON."""
+"""OpenAI's chat completions: from the JSON of a request to a `ChatRequest`, and from a `Reply` to JSON.
+
+Completions of token ids (`jaxft.serving.completions`) share the form of their replies.
+"""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, field_validator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
 
 from jaxft.errors import RequestError
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.messages import MAX_TOOLS
+from jaxft.rollout.requests import MAX_TOP_LOGPROBS
 from jaxft.rollout.token_text import split_token_text
-from jaxft.serving.fields import (
-    NAME,
-    STREAM_OPTIONS,
-    Field,
-    any_of,
-    list_of,
-    make_table,
-    object_schema,
-    read_fields,
-    read_logit_bias,
-    read_stream_options,
-)
-from jaxft.serving.wire import (
-    LAST_EVENT,
-    LOWEST_LOGPROB,
-    APIError,
-    Dialect,
-    event,
-    fingerprint,
-    in_words_of,
-    make_id,
-    openai_error,
-    openai_usage,
-)
+from jaxft.serving.schemas import ChatFields, CompletionFields, Count, Dialect, Ignored, Like, Name, Refused, TextOr
+from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_error
+
+LOWEST_LOGPROB = -9999.0
+"""The log-probability that stands for minus infinity, which JSON cannot hold."""
 
 ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """Fields of a reply's message that a client may send back; the policy has the token ids already."""
 
-TEXT = {"type": "string"}
-EMPTY: dict[str, Any] = {"enum": [None, "", [], {}]}
 
-TOOL = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {
-                "name": NAME,
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-            },
-            "required": ["name"],
-        },
-    },
-    "required": ["type", "function"],
-}
+class Function(BaseModel):
+    """A function that the model may call."""
 
-TOOL_CALL = {
-    "type": "object",
-    "properties": {
-        "id": {"type": ["string", "null"]},
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "properties": {"name": NAME, "arguments": {"type": ["string", "object", "null"]}},
-            "required": ["name"],
-        },
-    },
-    "required": ["function"],
-}
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
-PART = any_of(
-    *(
-        {"type": "object", "properties": {"type": {"const": kind}, kind: TEXT}, "required": ["type", kind]}
-        for kind in ("text", "refusal")
+
+class ChatTool(BaseModel):
+    """A tool in OpenAI's format."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(BaseModel):
+    """A function that an answer has called."""
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class ChatToolCall(BaseModel):
+    """A call of a tool in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(BaseModel):
+    """A part of a message in which the assistant refuses."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = str | list[TextPart | RefusalPart]
+
+
+class ChatMessage(BaseModel):
+    """A message; the chat template decides which roles it knows."""
+
+    role: str
+    content: Content
+
+
+class ChatAssistantMessage(BaseModel):
+    """A message of the assistant, which may have calls in the place of content."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ChatToolCall] | None = None
+
+
+class FunctionName(BaseModel):
+    """The name of a function."""
+
+    name: Name
+
+
+class FunctionChoice(BaseModel):
+    """A function that the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatCompletionRequest(CompletionFields, ChatFields):
+    """A request of chat completions."""
+
+    messages: Annotated[
+        list[dict[str, Any]], Like(Annotated[list[ChatMessage | ChatAssistantMessage], Field(min_length=1)])
+    ] = Field(description="The conversation, of text only.")
+    tools: Annotated[list[dict[str, Any]], Like(Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)])] | None = Field(
+        None, description="Functions that the model may call."
     )
-)
-
-
-def _message_schema(role: Mapping[str, Any], required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
-    return {
-        "type": "object",
-        "properties": {"role": role, **properties, "function_call": EMPTY, **{name: {} for name in ECHOED}},
-        "required": ["role", *required],
-        "additionalProperties": any_of(TEXT, EMPTY),
-    }
-
-
-CONTENT, NULL = any_of(TEXT, list_of(PART)), {"type": "null"}
-ASSISTANT, CALLS = {"const": "assistant"}, list_of(TOOL_CALL)
-
-MESSAGE = any_of(
-    # A chat template decides which roles it knows.
-    _message_schema(
-        any_of({"enum": ["system", "user", "tool"]}, TEXT),
-        ("content",),
-        content=CONTENT,
-        tool_calls=any_of(NULL, {"type": "array", "maxItems": 0}),
-    ),
-    _message_schema(ASSISTANT, ("content",), content=any_of(CONTENT, NULL), tool_calls=any_of(CALLS, NULL)),
-    _message_schema(ASSISTANT, ("tool_calls",), content=NULL, tool_calls=CALLS | {"minItems": 1}),
-    _message_schema(ASSISTANT, ("refusal",), refusal=any_of(TEXT, EMPTY), content=NULL, tool_calls=any_of(CALLS, NULL)),
-)
-
-FIELDS = (
-    Field(
-        "messages",
-        "OpenAI",
-        "taken",
-        "The conversation, of text only.",
-        "list of objects",
-        required=True,
-        schema=list_of(MESSAGE, minItems=1),
-    ),
-    Field("model", "OpenAI", "taken", "Name of the language model in the configuration.", "text", required=True),
-    Field(
-        "tools",
-        "OpenAI",
-        "taken",
-        "Functions that the model may call.",
-        "list of objects",
-        schema=list_of(TOOL, maxItems=MAX_TOOLS),
-    ),
-    Field(
-        "tool_choice",
-        "OpenAI",
-        "taken",
-        "`auto`, `none`, `required` or a function.",
-        "text or object",
-        schema=any_of(
-            {"enum": ["auto", "none", "required"]},
-            {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
-                },
-                "required": ["type", "function"],
-            },
-        ),
-    ),
-    Field("parallel_tool_calls", "OpenAI", "taken", "False: the first call of an answer counts.", "boolean"),
-    Field("temperature", "OpenAI", "taken", "An episode may set its own, as evaluations do.", "number"),
-    Field("top_p", "OpenAI", "taken", "Nucleus sampling.", "number"),
-    Field("max_completion_tokens", "OpenAI", "taken", "Limit of sampled tokens.", "integer"),
-    Field("max_tokens", "OpenAI", "taken", "Older name of `max_completion_tokens`.", "integer"),
-    Field("n", "OpenAI", "taken", "Number of choices.", "integer"),
-    Field("seed", "OpenAI", "taken", "Varies the random numbers, which an episode fixes anyway.", "seed"),
-    Field("stop", "OpenAI", "taken", "Strings that end the answer, any number of them.", "text or list of texts"),
-    Field("logit_bias", "OpenAI", "taken", "Numbers added to the logits of token ids.", "object of numbers"),
-    Field("logprobs", "OpenAI", "taken", "Log-probabilities over the whole vocabulary.", "boolean"),
-    Field("top_logprobs", "OpenAI", "taken", "With `logprobs`: the most likely tokens, up to 20.", "integer"),
-    Field("stream", "OpenAI", "taken", "Server-sent events; tool calls come whole, at the end.", "boolean"),
-    Field(
-        "stream_options",
-        "OpenAI",
-        "taken",
-        "`include_usage`; `include_obfuscation` is ignored.",
-        "object",
-        schema=object_schema(STREAM_OPTIONS),
-    ),
-    Field("metadata", "OpenAI", "ignored", "Labels of stored completions; the run records every call."),
-    Field("store", "OpenAI", "ignored", "The run records every call."),
-    Field("user", "OpenAI", "ignored", "Names the end user, for OpenAI's monitoring."),
-    Field("safety_identifier", "OpenAI", "ignored", "Names the end user, for OpenAI's monitoring."),
-    Field("prompt_cache_key", "OpenAI", "ignored", "The prefix cache needs no key and changes no answer."),
-    Field("prompt_cache_options", "OpenAI", "ignored", "The prefix cache needs no options and changes no answer."),
-    Field("prompt_cache_retention", "OpenAI", "ignored", "The prefix cache lives until the next update."),
-    Field("service_tier", "OpenAI", "ignored", "There is one tier."),
-    Field("prediction", "OpenAI", "ignored", "Speeds up sampling at OpenAI and changes no answer."),
-    Field("frequency_penalty", "OpenAI", "refused", "sampling has no penalties", unused=(0,)),
-    Field("presence_penalty", "OpenAI", "refused", "sampling has no penalties", unused=(0,)),
-    Field(
-        "response_format",
-        "OpenAI",
-        "refused",
-        "sampling is not constrained: ask for the format in the prompt, or give a tool with tool_choice",
-        unused=({"type": "text"},),
-    ),
-    Field("modalities", "OpenAI", "refused", "the policy writes text only", unused=(["text"],)),
-    Field("audio", "OpenAI", "refused", "the policy writes text only"),
-    Field("functions", "OpenAI", "refused", "use tools, which replace functions", unused=([],)),
-    Field("function_call", "OpenAI", "refused", "use tool_choice, which replaces function_call"),
-    Field(
-        "reasoning_effort",
-        "OpenAI",
-        "refused",
-        "give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}",
-    ),
-    Field("verbosity", "OpenAI", "refused", "ask for it in the prompt", unused=("medium",)),
-    Field("web_search_options", "OpenAI", "refused", "give the agent a tool that searches"),
-    Field("moderation", "OpenAI", "refused", "nothing is moderated here"),
-    Field("top_k", "vLLM", "taken", "Number of most likely tokens to draw from; 0 or -1 for all.", "integer"),
-    Field("min_p", "vLLM", "taken", "Least probability relative to that of the most likely token.", "number"),
-    Field("stop_token_ids", "vLLM", "taken", "Token ids that end the answer, too.", "list of integers"),
-    Field("include_stop_str_in_output", "vLLM", "taken", "The content ends with the stop string.", "boolean"),
-    Field("chat_template_kwargs", "vLLM", "taken", "Variables of the chat template.", "object"),
-    Field(
-        "return_token_ids",
-        "vLLM",
-        "taken",
-        "The reply has `prompt_token_ids` and, in each choice, `token_ids`; the choice's message has "
+    tool_choice: (
+        Annotated[TextOr[dict[str, Any]], Like(Literal["auto", "none", "required"] | FunctionChoice)] | None
+    ) = Field(None, description="`auto`, `none`, `required` or a function.")
+    max_completion_tokens: Count | None = Field(None, description="Newer name of `max_tokens`.")
+    logprobs: bool | None = Field(None, description="Log-probabilities over the whole vocabulary.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+        None, description="With `logprobs`: the most likely tokens, up to 20."
+    )
+    return_token_ids: bool | None = Field(
+        None,
+        description="The reply has `prompt_token_ids` and, in each choice, `token_ids`; the choice's message has "
         "`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`; with `logprobs`, its entries have "
         "`token_id`, and the first one `prompt_token_ids`.",
-        "boolean",
-    ),
-    Field(
-        "return_tokens_as_token_ids",
-        "vLLM",
-        "taken",
-        "As `return_token_ids`, and tokens in `logprobs` are written as `token_id:17`.",
-        "boolean",
-    ),
-    Field("request_id", "vLLM", "ignored", "A name for logs."),
-    Field("priority", "vLLM", "ignored", "Requests are served in the order in which they come, without priority."),
-    Field("cache_salt", "vLLM", "ignored", "The prefix cache changes no answer."),
-    Field("repetition_penalty", "vLLM", "refused", "sampling has no penalties", unused=(1,)),
-    Field("length_penalty", "vLLM", "refused", "there is no beam search", unused=(1,)),
-    Field("use_beam_search", "vLLM", "refused", "there is no beam search: ask for n answers", unused=(False,)),
-    Field("ignore_eos", "vLLM", "refused", "forbid the end token by logit_bias", unused=(False,)),
-    Field("min_tokens", "vLLM", "refused", "forbid the end token by logit_bias", unused=(0,)),
-    Field("bad_words", "vLLM", "refused", "forbid tokens by logit_bias", unused=([],)),
-    Field("allowed_token_ids", "vLLM", "refused", "favour tokens by logit_bias", unused=([],)),
-    Field("logits_processors", "vLLM", "refused", "use logit_bias", unused=([],)),
-    Field("prompt_logprobs", "vLLM", "refused", "only sampled tokens have log-probabilities", unused=(0,)),
-    Field("truncate_prompt_tokens", "vLLM", "refused", "set llms.<name>.long_prompts in the configuration"),
-    Field("skip_special_tokens", "vLLM", "refused", "content never has control tokens", unused=(True,)),
-    Field("spaces_between_special_tokens", "vLLM", "refused", "content never has control tokens", unused=(True,)),
-    Field("echo", "vLLM", "refused", "the conversation is not repeated", unused=(False,)),
-    Field("add_generation_prompt", "vLLM", "refused", "every reply is a new message", unused=(True,)),
-    Field("continue_final_message", "vLLM", "refused", "every reply is a new message", unused=(False,)),
-    Field("add_special_tokens", "vLLM", "refused", "the chat template writes them", unused=(False,)),
-    Field("chat_template", "vLLM", "refused", "the template is that of the tokenizer; chat_template_kwargs vary it"),
-    Field("documents", "vLLM", "refused", "put them into a message, or into chat_template_kwargs", unused=([],)),
-    Field("include_reasoning", "vLLM", "refused", "reasoning is always in reasoning_content", unused=(True,)),
-    Field("thinking_token_budget", "vLLM", "refused", "use max_completion_tokens"),
-    Field("structured_outputs", "vLLM", "refused", "sampling is not constrained"),
-    Field("guided_json", "vLLM", "refused", "sampling is not constrained"),
-    Field("guided_regex", "vLLM", "refused", "sampling is not constrained"),
-    Field("guided_choice", "vLLM", "refused", "sampling is not constrained"),
-    Field("guided_grammar", "vLLM", "refused", "sampling is not constrained"),
-    Field("mm_processor_kwargs", "vLLM", "refused", "the policy reads text only", unused=({},)),
-    Field("kv_transfer_params", "vLLM", "refused", "there is one engine", unused=({},)),
-    Field("vllm_xargs", "vLLM", "refused", "extensions of vLLM do not run here", unused=({},)),
-)
-"""Every field of a request of chat completions."""
-
-_FIELDS = make_table(FIELDS)
-
-
-class ChatCall(NamedTuple):
-    """A request of chat completions.
-
-    Attributes:
-        model: name of the language model.
-        request: what to sample.
-        stream: True for server-sent events.
-        include_usage: True if the events end with the counts of tokens.
-        logprobs: True if the reply has log-probabilities.
-        token_ids: True if the reply has token ids.
-        tokens_as_ids: True if tokens beside log-probabilities are written as ids.
-    """
-
-    model: str
-    request: ChatRequest
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    token_ids: bool
-    tokens_as_ids: bool
-
-
-def parse_call(body: Mapping[str, Any]) -> ChatCall:
-    """Return the call that the JSON of a request asks for.
-
-    Raises:
-        APIError: a field is missing, unknown, refused, or has an impossible value.
-
-    >>> call = parse_call({"model": "policy", "messages": [{"role": "user", "content": "?"}], "max_tokens": 5})
-    >>> call.model, call.request.max_tokens, call.stream
-    ('policy', 5, False)
-    >>> parse_call({"model": "policy", "messages": [], "presence_penalty": 0.5})
-    Traceback (most recent call last):
-    jaxft.serving.wire.APIError: presence_penalty is 0.5: sampling has no penalties
-    """
-    given = read_fields(_FIELDS, body)
-    options = read_stream_options(given)
-    if "top_logprobs" in given and not given.get("logprobs", False):
-        raise APIError("top_logprobs is given; it needs logprobs to be true", param="top_logprobs")
-    tokens_as_ids = given.get("return_tokens_as_token_ids", False)
-    return ChatCall(
-        model=given["model"],
-        request=_chat_request(given),
-        stream=given.get("stream", False),
-        include_usage=options.get("include_usage", False),
-        logprobs=given.get("logprobs", False),
-        token_ids=given.get("return_token_ids", False) or tokens_as_ids,
-        tokens_as_ids=tokens_as_ids,
     )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="As `return_token_ids`, and tokens in `logprobs` are written as `token_id:17`."
+    )
+    prediction: Ignored = Field(None, description="Speeds up sampling at OpenAI and changes no answer.")
+    modalities: Annotated[Any, Refused("the policy writes text only", ["text"])] = None
+    audio: Annotated[Any, Refused("the policy writes text only")] = None
+    functions: Annotated[Any, Refused("use tools, which replace functions", [])] = None
+    function_call: Annotated[Any, Refused("use tool_choice, which replaces function_call")] = None
+    reasoning_effort: Annotated[
+        Any,
+        Refused("give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}"),
+    ] = None
+    verbosity: Annotated[Any, Refused("ask for it in the prompt", "medium")] = None
+    web_search_options: Annotated[Any, Refused("give the agent a tool that searches")] = None
+    bad_words: Annotated[Any, Refused("forbid tokens by logit_bias", [])] = None
+    echo: Annotated[Any, Refused("the conversation is not repeated", False)] = None
+    add_generation_prompt: Annotated[Any, Refused("every reply is a new message", True)] = None
+    continue_final_message: Annotated[Any, Refused("every reply is a new message", False)] = None
+    add_special_tokens: Annotated[Any, Refused("the chat template writes them", False)] = None
+    chat_template: Annotated[Any, Refused("the template is that of the tokenizer; chat_template_kwargs vary it")] = None
+    documents: Annotated[Any, Refused("put them into a message, or into chat_template_kwargs", [])] = None
+    include_reasoning: Annotated[Any, Refused("reasoning is always in reasoning_content", True)] = None
+    thinking_token_budget: Annotated[Any, Refused("use max_completion_tokens")] = None
+    mm_processor_kwargs: Annotated[Any, Refused("the policy reads text only", {})] = None
 
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_top_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and not info.data.get("logprobs"):
+            raise PydanticCustomError("impossible", "it needs logprobs to be true")
+        return number
 
-ARGUMENTS = {
-    **{field.name: field.name for field in FIELDS if field.name in ChatRequest.__dataclass_fields__},
-    "max_completion_tokens": "max_tokens",
-    "include_stop_str_in_output": "include_stop",
-}
-"""Names of the arguments of `ChatRequest`, by the fields that give them."""
+    def to_request(self) -> ChatRequest:
+        """Return what to sample.
 
-
-def _chat_request(given: Mapping[str, Any]) -> ChatRequest:
-    limits = {given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
-    if len(limits) > 1:
-        raise APIError(
-            f"max_tokens is {given['max_tokens']} and max_completion_tokens {given['max_completion_tokens']}; give one",
-            param="max_tokens",
-        )
-    arguments = {ARGUMENTS[name]: value for name, value in given.items() if name in ARGUMENTS}
-    if arguments.get("top_k") == -1:
-        arguments["top_k"] = 0
-    if "logit_bias" in arguments:
-        arguments["logit_bias"] = read_logit_bias(arguments["logit_bias"])
-    arguments["messages"] = [
-        {name: value for name, value in each.items() if name not in ECHOED} for each in given["messages"]
-    ]
-    try:
+        >>> request = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "max_completion_tokens": 5}
+        >>> ChatCompletionRequest.model_validate(request).to_request().max_tokens
+        5
+        """
+        arguments = self.arguments(ChatRequest)
+        limit = self.max_completion_tokens
+        if limit is not None and arguments.setdefault("max_tokens", limit) != limit:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {limit}; give one", param="max_tokens"
+            )
+        arguments["messages"] = [
+            {name: value for name, value in each.items() if name not in ECHOED} for each in self.messages
+        ]
         return ChatRequest(**arguments)
-    except RequestError as error:
-        raise in_words_of({}, error) from None
+
+    @property
+    def has_token_ids(self) -> bool:
+        """True if the reply has token ids."""
+        return bool(self.return_token_ids or self.return_tokens_as_token_ids)
 
 
-def completion(call: ChatCall, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+def chat_completion(asked: ChatCompletionRequest, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     """Return the JSON of a reply.
 
     Args:
-        call: the call.
+        asked: the request.
         reply: its reply.
         text_of_token: text of a token id, for log-probabilities.
     """
     choices = []
     for index, choice in enumerate(reply.choices):
-        message = dict(choice.message)
-        if call.token_ids:
-            message |= _token_ids(choice)
-        choices.append({"index": index, "message": message, **_ending(call, choice, text_of_token)})
+        message = choice.message | (_token_ids(choice) if asked.has_token_ids else {})
+        choices.append({"index": index, "message": message, **_ending(asked, choice, text_of_token)})
+    prompt = {"prompt_token_ids": reply.prompt_ids} if asked.has_token_ids else {}
+    return {**whole_completion(asked, "chatcmpl-", "chat.completion", reply, choices), **prompt}
+
+
+def whole_completion(
+    asked: CompletionFields, prefix: str, kind: str, reply: Reply, choices: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the JSON of a reply with these choices, of a chat or of token ids."""
     return {
-        "id": make_id("chatcmpl-"),
-        "object": "chat.completion",
-        "created": int(time.time()),
-        "model": call.model,
-        "system_fingerprint": fingerprint(*reply.choices),
-        **({"prompt_token_ids": reply.prompt_ids} if call.token_ids else {}),
+        **_head(asked, prefix, kind),
+        "system_fingerprint": _fingerprint(*reply.choices),
         "choices": choices,
-        "usage": openai_usage(reply),
+        "usage": _usage(reply),
     }
+
+
+def _head(asked: CompletionFields, prefix: str, kind: str) -> dict[str, Any]:
+    return {"id": make_id(prefix), "object": kind, "created": int(time.time()), "model": asked.model}
+
+
+def _fingerprint(*choices: Reply) -> str:
+    """Return the versions of the parameters that sampled: one, unless an update came between choices of one reply."""
+    versions = sorted({choice.policy_version for choice in choices})
+    return f"policy_version_{'_'.join(map(str, versions))}"
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    prompt, sampled = count_tokens(reply)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _token_ids(choice: Reply) -> dict[str, Any]:
@@ -364,23 +232,23 @@ def _token_ids(choice: Reply) -> dict[str, Any]:
     }
 
 
-def _ending(call: ChatCall, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+def _ending(asked: ChatCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     """Return the fields of a choice that are known at its end."""
     return {
-        "logprobs": _logprobs(call, choice, text_of_token) if call.logprobs else None,
+        "logprobs": _logprobs(asked, choice, text_of_token) if asked.logprobs else None,
         "finish_reason": choice.finish_reason,
-        **({"token_ids": choice.token_ids} if call.token_ids else {}),
+        **({"token_ids": choice.token_ids} if asked.has_token_ids else {}),
     }
 
 
-def _logprobs(call: ChatCall, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+def _logprobs(asked: ChatCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text, raw = split_token_text(text_of_token(token_id))
         return {
-            "token": f"token_id:{token_id}" if call.tokens_as_ids else text,
+            "token": f"token_id:{token_id}" if asked.return_tokens_as_token_ids else text,
             "logprob": max(logprob, LOWEST_LOGPROB),
             "bytes": list(raw),
-            **({"token_id": token_id} if call.token_ids else {}),
+            **({"token_id": token_id} if asked.has_token_ids else {}),
         }
 
     most_likely = choice.top_logprobs or ((),) * len(choice.token_ids)
@@ -388,63 +256,79 @@ def _logprobs(call: ChatCall, choice: Reply, text_of_token: Callable[[int], str]
         {**entry(token, logprob), "top_logprobs": [entry(*each) for each in most]}
         for token, logprob, most in zip(choice.token_ids, choice.logprobs, most_likely, strict=True)
     ]
-    if call.token_ids and content:
+    if asked.has_token_ids and content:
         # Frameworks that drop unknown fields of a choice keep those of its log-probabilities.
         content[0]["prompt_token_ids"] = choice.prompt_ids
     return {"content": content, "refusal": None}
 
 
 class ChunkWriter:
-    """Writes the chunks of one streamed reply, which share their id and time."""
+    """Writes the chunks of one streamed reply, of a chat or of token ids, which share their id and time."""
 
-    def __init__(self, call: ChatCall, text_of_token: Callable[[int], str]) -> None:
-        self._call = call
-        self._text_of_token = text_of_token
-        self._begun: set[int] = set()
-        self._head = {
-            "id": make_id("chatcmpl-"),
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-            "model": call.model,
-        }
+    def __init__(
+        self,
+        asked: CompletionFields,
+        prefix: str,
+        kind: str,
+        delta_choices: Callable[[Delta], Sequence[Mapping[str, Any]]],
+        end_choices: Callable[[int, Reply], Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """Make a writer.
 
-    def delta(self, delta: Delta) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of a delta: none if it has no text."""
-        parts = {"content": delta.content, "reasoning_content": delta.reasoning_content}
-        text = {name: part for name, part in parts.items() if part}
-        if text:
-            yield self._chunk(delta.index, text)
-
-    def reply(self, reply: Reply) -> Iterator[dict[str, Any]]:
-        """Yield the last chunks: for each choice its tool calls, then its end with log-probabilities and token ids."""
-        for index, choice in enumerate(reply.choices):
-            calls = [{"index": place, **call.as_message()} for place, call in enumerate(choice.tool_calls)]
-            if calls or index not in self._begun:
-                yield self._chunk(index, {"tool_calls": calls} if calls else {"content": ""})
-            end = self._chunk(index, _token_ids(choice) if self._call.token_ids else {})
-            end["choices"][0] |= _ending(self._call, choice, self._text_of_token)
-            yield {**end, "system_fingerprint": fingerprint(choice)}
-        if self._call.include_usage:
-            yield {**self._head, "choices": [], "usage": openai_usage(reply)}
-
-    def _chunk(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
-        if index not in self._begun:
-            self._begun.add(index)
-            delta = {"role": "assistant", **delta}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return {**self._head, "choices": [choice], **({"usage": None} if self._call.include_usage else {})}
+        Args:
+            asked: the request.
+            prefix: prefix of the id.
+            kind: the `object` of the chunks.
+            delta_choices: returns the choices of a delta's chunks: none if it has no text.
+            end_choices: returns the choices of the last chunks of an answer, from its index and itself.
+        """
+        self._head = _head(asked, prefix, kind)
+        self._include_usage = asked.include_usage
+        self._delta_choices, self._end_choices = delta_choices, end_choices
 
     def events(self, piece: Delta | Reply) -> Iterator[bytes]:
         """Yield the server-sent events of a delta, or of the reply, which ends the stream."""
+        usage = {"usage": None} if self._include_usage else {}
         if isinstance(piece, Delta):
-            yield from map(event, self.delta(piece))
-        else:
-            yield from map(event, self.reply(piece))
-            yield LAST_EVENT
+            for choice in self._delta_choices(piece):
+                yield event({**self._head, "choices": [choice], **usage})
+            return
+        for index, answer in enumerate(piece.choices):
+            for choice in self._end_choices(index, answer):
+                version = {"system_fingerprint": _fingerprint(answer)} if choice["finish_reason"] else {}
+                yield event({**self._head, "choices": [choice], **usage, **version})
+        if self._include_usage:
+            yield event({**self._head, "choices": [], "usage": _usage(piece)})
+        yield b"data: [DONE]\n\n"
 
     def error(self, error: APIError) -> bytes:
         """Return the event of an error that ends the stream."""
         return event(openai_error(error)[1])
 
 
-CHAT_COMPLETIONS = Dialect("/v1/chat/completions", object_schema(FIELDS), parse_call, completion, ChunkWriter)
+def make_chat_writer(asked: ChatCompletionRequest, text_of_token: Callable[[int], str]) -> ChunkWriter:
+    """Return the writer of a streamed chat completion: each choice ends with its tool calls, then its token ids."""
+    begun: set[int] = set()
+
+    def chunk(index: int, delta: Mapping[str, Any], **ending: Any) -> dict[str, Any]:
+        role = {} if index in begun else {"role": "assistant"}
+        begun.add(index)
+        return {"index": index, "delta": {**role, **delta}, "logprobs": None, "finish_reason": None, **ending}
+
+    def delta_choices(delta: Delta) -> list[dict[str, Any]]:
+        parts = {"content": delta.content, "reasoning_content": delta.reasoning_content}
+        text = {name: part for name, part in parts.items() if part}
+        return [chunk(delta.index, text)] if text else []
+
+    def end_choices(index: int, answer: Reply) -> list[dict[str, Any]]:
+        calls = [{"index": place, **call.as_message()} for place, call in enumerate(answer.tool_calls)]
+        chunks = []
+        if calls or index not in begun:
+            chunks.append(chunk(index, {"tool_calls": calls} if calls else {"content": ""}))
+        token_ids = _token_ids(answer) if asked.has_token_ids else {}
+        return [*chunks, chunk(index, token_ids, **_ending(asked, answer, text_of_token))]
+
+    return ChunkWriter(asked, "chatcmpl-", "chat.completion.chunk", delta_choices, end_choices)
+
+
+CHAT_COMPLETIONS = Dialect("/v1/chat/completions", ChatCompletionRequest, chat_completion, make_chat_writer)

@@ -7,358 +7,263 @@ becomes the message that the core has answered with, and so keeps its sampled to
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
 
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.messages import MAX_TOOLS, Message, Tool, ToolCall
-from jaxft.serving.fields import (
-    AT_LEAST_0,
-    NAME,
-    Field,
-    any_of,
-    list_of,
-    make_table,
-    object_schema,
-    read_fields,
-    read_one_of,
-    short,
+from jaxft.serving.schemas import (
+    APIRequest,
+    Count,
+    Dialect,
+    Ignored,
+    Name,
+    Natural,
+    Refused,
+    RequestObject,
+    Stops,
+    TextOr,
 )
-from jaxft.serving.wire import APIError, Dialect, count_output_tokens, event, make_id
+from jaxft.serving.wire import APIError, count_tokens, event, make_id
+
+OWN_TOOLS = Refused("Anthropic's own tools do not run here")
+CALLER = Refused("only the model itself calls tools", {"type": "direct"})
 
 
-def _type(name: str) -> Field:
-    return Field("type", "Anthropic", "taken", f"`{name}`.", "text", required=True, schema={"const": name})
+class Cached(RequestObject):
+    """An object that may be marked for Anthropic's prompt cache."""
+
+    cache_control: Ignored = Field(None, description="The prefix cache needs no marks and changes no answer.")
 
 
-TEXT = {"type": "string"}
-CACHE_CONTROL = Field("cache_control", "Anthropic", "ignored", "The prefix cache needs no marks and changes no answer.")
-TOOLSET_NAME = Field("toolset_name", "Anthropic", "refused", "Anthropic's own tools do not run here")
+class TextBlock(Cached):
+    """A block of text."""
 
-TEXT_BLOCK = (
-    _type("text"),
-    Field("text", "Anthropic", "taken", "The text.", "text", required=True),
-    CACHE_CONTROL,
-    Field("citations", "Anthropic", "refused", "leave it out: the policy cites nothing", unused=([],)),
-    Field("parsed_output", "Anthropic", "ignored", "The client reads it from the text."),
-)
-
-TEXT_OR_BLOCKS = any_of(TEXT, list_of(object_schema(TEXT_BLOCK)))
-
-BLOCKS = {
-    "text": TEXT_BLOCK,
-    "thinking": (
-        _type("thinking"),
-        Field("thinking", "Anthropic", "taken", "Reasoning before an answer.", "text", required=True),
-        Field("signature", "Anthropic", "ignored", "Reasoning is not signed here."),
-    ),
-    "redacted_thinking": (
-        _type("redacted_thinking"),
-        Field("data", "Anthropic", "ignored", "Only Anthropic can read it."),
-    ),
-    "tool_use": (
-        _type("tool_use"),
-        Field("id", "Anthropic", "taken", "Name of the call, which its result refers to.", "text", required=True),
-        Field("name", "Anthropic", "taken", "Name of the function.", "text", required=True, schema=NAME),
-        Field("input", "Anthropic", "taken", "Arguments of the function.", "object", required=True),
-        CACHE_CONTROL,
-        Field("caller", "Anthropic", "refused", "only the model itself calls tools", unused=({"type": "direct"},)),
-        TOOLSET_NAME,
-    ),
-    "tool_result": (
-        _type("tool_result"),
-        Field("tool_use_id", "Anthropic", "taken", "The `id` of the call.", "text", required=True),
-        Field("content", "Anthropic", "taken", "Text only.", "text or list of objects", schema=TEXT_OR_BLOCKS),
-        Field("is_error", "Anthropic", "taken", "True: a result without content says `error`.", "boolean"),
-        CACHE_CONTROL,
-        TOOLSET_NAME,
-    ),
-}
-"""Fields of the blocks of messages, by their type."""
-
-BLOCKS_OF_ROLE = {
-    "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "system": ("text",),
-}
-
-MESSAGE = (
-    Field(
-        "role",
-        "Anthropic",
-        "taken",
-        "`user`, `assistant` or `system`.",
-        "text",
-        required=True,
-        schema={"enum": list(BLOCKS_OF_ROLE)},
-    ),
-    Field(
-        "content",
-        "Anthropic",
-        "taken",
-        "Text, or blocks that this role may have.",
-        "text or list of objects",
-        required=True,
-        schema=any_of(TEXT, list_of(any_of(*map(object_schema, BLOCKS.values())))),
-    ),
-)
-
-TOOL = (
-    Field("name", "Anthropic", "taken", "Name of the function.", "text", required=True, schema=NAME),
-    Field("description", "Anthropic", "taken", "Purpose of the function.", "text"),
-    Field("input_schema", "Anthropic", "taken", "JSON schema of the arguments.", "object", required=True),
-    Field("type", "Anthropic", "refused", "Anthropic's own tools do not run here: give a function", unused=("custom",)),
-    CACHE_CONTROL,
-    Field("strict", "Anthropic", "ignored", "Arguments are a JSON object; sampling is not constrained further."),
-    Field("eager_input_streaming", "Anthropic", "ignored", "Tool calls come whole, at the end."),
-    Field("input_examples", "Anthropic", "refused", "put them into the description", unused=([],)),
-    Field("defer_loading", "Anthropic", "refused", "every tool is in the prompt", unused=(False,)),
-    Field("allowed_callers", "Anthropic", "refused", "only the model itself calls tools", unused=([], ["direct"])),
-)
-
-TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "tool", "none": "none"}
-
-TOOL_CHOICE = (
-    Field(
-        "type",
-        "Anthropic",
-        "taken",
-        "`auto`, `any`, `tool` or `none`.",
-        "text",
-        required=True,
-        schema={"enum": list(TOOL_CHOICES)},
-    ),
-    Field("name", "Anthropic", "taken", "With `tool`: the function that the answer must call.", "text"),
-    Field("disable_parallel_tool_use", "Anthropic", "taken", "True: the first call of an answer counts.", "boolean"),
-)
-
-FIELDS = (
-    Field("model", "Anthropic", "taken", "Name of the language model in the configuration.", "text", required=True),
-    Field(
-        "messages",
-        "Anthropic",
-        "taken",
-        "The conversation, of text and tools only; the last message is not the assistant's.",
-        "list of objects",
-        required=True,
-        schema=list_of(object_schema(MESSAGE), minItems=1),
-    ),
-    Field("max_tokens", "Anthropic", "taken", "Limit of sampled tokens.", "integer", required=True),
-    Field(
-        "system",
-        "Anthropic",
-        "taken",
-        "Text, or blocks of text: the first message.",
-        "text or list of objects",
-        schema=TEXT_OR_BLOCKS,
-    ),
-    Field(
-        "tools",
-        "Anthropic",
-        "taken",
-        "Functions that the model may call.",
-        "list of objects",
-        schema=list_of(object_schema(TOOL), maxItems=MAX_TOOLS),
-    ),
-    Field(
-        "tool_choice",
-        "Anthropic",
-        "taken",
-        "Whether the answer calls tools, and which.",
-        "object",
-        schema=object_schema(TOOL_CHOICE),
-    ),
-    Field("stop_sequences", "Anthropic", "taken", "Strings that end the answer, any number of them.", "list of texts"),
-    Field("temperature", "Anthropic", "taken", "An episode may set its own, as evaluations do.", "number"),
-    Field("top_p", "Anthropic", "taken", "Nucleus sampling.", "number"),
-    Field(
-        "top_k",
-        "Anthropic",
-        "taken",
-        "Number of most likely tokens to draw from; 0 for all.",
-        "integer",
-        schema=AT_LEAST_0,
-    ),
-    Field("stream", "Anthropic", "taken", "Server-sent events; tool calls come whole, at the end.", "boolean"),
-    Field("metadata", "Anthropic", "ignored", "Names the end user, for Anthropic's monitoring."),
-    CACHE_CONTROL,
-    Field("service_tier", "Anthropic", "ignored", "There is one tier."),
-    Field("inference_geo", "Anthropic", "ignored", "The policy runs on this machine."),
-    Field("speed", "Anthropic", "ignored", "There is one speed."),
-    Field("diagnostics", "Anthropic", "ignored", "They are about Anthropic's prompt cache."),
-    Field(
-        "thinking",
-        "Anthropic",
-        "refused",
-        "give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}",
-        unused=({"type": "adaptive"},),
-    ),
-    Field(
-        "output_config",
-        "Anthropic",
-        "refused",
-        "sampling is not constrained: ask for format and effort in the prompt",
-        unused=({},),
-    ),
-    Field("container", "Anthropic", "refused", "Anthropic's own tools do not run here"),
-    Field("mcp_servers", "Anthropic", "refused", "give the agent the tools of the server", unused=([],)),
-    Field("context_management", "Anthropic", "refused", "send the conversation as it shall be read"),
-    Field("chat_template_kwargs", "vLLM", "taken", "Variables of the chat template.", "object"),
-)
-"""Every field of a request of messages."""
-
-OBJECTS = {"message": MESSAGE, **BLOCKS, "tool": TOOL, "tool_choice": TOOL_CHOICE}
-"""Fields of all objects in a request."""
-
-_FIELDS, _MESSAGE, _TOOL, _TOOL_CHOICE = map(make_table, (FIELDS, MESSAGE, TOOL, TOOL_CHOICE))
-_TEXT_BLOCK = {"text": make_table(TEXT_BLOCK)}
-_BLOCKS_OF_ROLE = {role: {kind: make_table(BLOCKS[kind]) for kind in kinds} for role, kinds in BLOCKS_OF_ROLE.items()}
-
-SIGNATURE = "unsigned"
-"""The `signature` of thinking: some clients drop thinking without one."""
+    type: Literal["text"]
+    text: str = Field(description="The text.")
+    citations: Annotated[Any, Refused("leave it out: the policy cites nothing", [])] = None
+    parsed_output: Ignored = Field(None, description="The client reads it from the text.")
 
 
-class MessagesCall(NamedTuple):
-    """A request of messages: the language model's name, what to sample, and True for server-sent events."""
+class ThinkingBlock(RequestObject):
+    """A block of reasoning."""
 
-    model: str
-    request: ChatRequest
-    stream: bool
+    type: Literal["thinking"]
+    thinking: str = Field(description="Reasoning before an answer.")
+    signature: Ignored = Field(None, description="Reasoning is not signed here.")
 
 
-def parse_messages(body: Mapping[str, Any]) -> MessagesCall:
-    """Return the call that the JSON of a request asks for.
+class RedactedThinkingBlock(RequestObject):
+    """A block of reasoning that is encrypted."""
 
-    Raises:
-        APIError: a field is missing, unknown, refused, or of another kind.
-        RequestError: a field has an impossible value.
+    type: Literal["redacted_thinking"]
+    data: Ignored = Field(None, description="Only Anthropic can read it.")
 
-    >>> asked = {"role": "user", "content": [{"type": "text", "text": "?"}]}
-    >>> call = parse_messages({"model": "policy", "max_tokens": 5, "system": "Be brief.", "messages": [asked]})
-    >>> call.request.messages[0], call.request.messages[1]["role"], call.request.max_tokens
-    ({'role': 'system', 'content': 'Be brief.'}, 'user', 5)
-    """
-    given = read_fields(_FIELDS, body)
-    messages: list[Message] = []
-    if given.get("system"):
-        messages.append({"role": "system", "content": _texts(given["system"], "system")})
-    for index, message in enumerate(given["messages"]):
-        messages += _messages(message, f"messages[{index}]")
-    if messages and messages[-1]["role"] == "assistant":
-        raise APIError(
-            f"messages[{len(given['messages']) - 1}] is the assistant's, and every reply is a new message: end with a "
-            "message of the user",
-            param="messages",
-        )
-    choice = _read_tool_choice(given)
-    request = ChatRequest(
-        messages=messages,
-        tools=[_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))],
-        tool_choice=choice,
-        parallel_tool_calls=not given.get("tool_choice", {}).get("disable_parallel_tool_use"),
-        max_tokens=given["max_tokens"],
-        stop=given.get("stop_sequences", ()),
-        temperature=given.get("temperature", 1.0),
-        top_p=given.get("top_p", 1.0),
-        top_k=given.get("top_k", 0),
-        chat_template_kwargs=given.get("chat_template_kwargs"),
+
+class ToolUseBlock(Cached):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str = Field(description="Name of the call, which its result refers to.")
+    name: Name = Field(description="Name of the function.")
+    input: dict[str, Any] = Field(description="Arguments of the function.")
+    caller: Annotated[Any, CALLER] = None
+    toolset_name: Annotated[Any, OWN_TOOLS] = None
+
+
+class ToolResultBlock(Cached):
+    """The result of a tool."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str = Field(description="The `id` of the call.")
+    content: TextOr[list[TextBlock]] | None = Field(None, description="Text only.")
+    is_error: bool | None = Field(None, description="True: a result without content says `error`.")
+    toolset_name: Annotated[Any, OWN_TOOLS] = None
+
+
+AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock
+
+
+class UserMessage(RequestObject):
+    """A message of the user, which has the results of tools as well."""
+
+    role: Literal["user"]
+    content: TextOr[list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]]
+
+
+class AssistantMessage(RequestObject):
+    """A message of the assistant."""
+
+    role: Literal["assistant"]
+    content: TextOr[list[Annotated[AssistantBlock, Field(discriminator="type")]]]
+
+
+class SystemMessage(RequestObject):
+    """A message of the system."""
+
+    role: Literal["system"]
+    content: TextOr[list[TextBlock]]
+
+
+class MessagesTool(Cached):
+    """A function that the model may call."""
+
+    type: Annotated[Any, Refused("Anthropic's own tools do not run here: give a function", "custom")] = None
+    name: Name = Field(description="Name of the function.")
+    description: str | None = Field(None, description="Purpose of the function.")
+    input_schema: dict[str, Any] = Field(description="JSON schema of the arguments.")
+    strict: Ignored = Field(None, description="Arguments are a JSON object; sampling is not constrained further.")
+    eager_input_streaming: Ignored = Field(None, description="Tool calls come whole, at the end.")
+    input_examples: Annotated[Any, Refused("put them into the description", [])] = None
+    defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
+    allowed_callers: Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])] = None
+
+    def as_tool(self) -> Tool:
+        """Return the function in OpenAI's format."""
+        description = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **description, "parameters": self.input_schema}}
+
+
+class ToolChoice(RequestObject):
+    """Whether the answer calls tools, and which."""
+
+    type: Literal["auto", "any", "tool", "none"] = Field(description="`auto`, `any`, `tool` or `none`.")
+    name: str | None = Field(
+        None, validate_default=True, description="With `tool`: the function that the answer must call."
     )
-    return MessagesCall(given["model"], request, given.get("stream", False))
+    disable_parallel_tool_use: bool | None = Field(None, description="True: the first call of an answer counts.")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None, info: ValidationInfo) -> str | None:
+        if "type" in info.data and (info.data["type"] == "tool") != (name is not None):
+            raise PydanticCustomError("impossible", "a name is wanted with the type 'tool', and with that only")
+        return name
+
+    def as_choice(self) -> str | dict[str, Any]:
+        """Return OpenAI's `tool_choice`."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
 
 
-def _texts(content: str | Sequence[Mapping[str, Any]], place: str) -> str | list[dict[str, Any]]:
+class MessagesRequest(APIRequest):
+    """A request of messages."""
+
+    messages: Annotated[
+        list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]],
+        Field(min_length=1),
+    ] = Field(description="The conversation, of text and tools only; the last message is not the assistant's.")
+    max_tokens: Count = Field(description="Limit of sampled tokens.")
+    system: TextOr[list[TextBlock]] | None = Field(None, description="Text, or blocks of text: the first message.")
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: ToolChoice | None = Field(None, description="Whether the answer calls tools, and which.")
+    stop: Stops | None = Field(
+        None, alias="stop_sequences", description="Strings that end the answer, any number of them."
+    )
+    top_k: Natural | None = Field(None, description="Number of most likely tokens to draw from; 0 for all.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    metadata: Ignored = Field(None, description="Names the end user, for Anthropic's monitoring.")
+    cache_control: Ignored = Field(None, description="The prefix cache needs no marks and changes no answer.")
+    service_tier: Ignored = Field(None, description="There is one tier.")
+    inference_geo: Ignored = Field(None, description="The policy runs on this machine.")
+    speed: Ignored = Field(None, description="There is one speed.")
+    diagnostics: Ignored = Field(None, description="They are about Anthropic's prompt cache.")
+    thinking: Annotated[
+        Any,
+        Refused(
+            "give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}",
+            {"type": "adaptive"},
+        ),
+    ] = None
+    output_config: Annotated[
+        Any, Refused("sampling is not constrained: ask for format and effort in the prompt", {})
+    ] = None
+    container: Annotated[Any, OWN_TOOLS] = None
+    mcp_servers: Annotated[Any, Refused("give the agent the tools of the server", [])] = None
+    context_management: Annotated[Any, Refused("send the conversation as it shall be read")] = None
+
+    @field_validator("messages")
+    @classmethod
+    def _check_end(cls, messages: list[Any]) -> list[Any]:
+        if messages[-1].role == "assistant":
+            raise PydanticCustomError(
+                "impossible", "the last is the assistant's, and every reply is a new message: end with one of the user"
+            )
+        return messages
+
+    def to_request(self) -> ChatRequest:
+        """Return what to sample.
+
+        >>> asked = {"role": "user", "content": [{"type": "text", "text": "?"}]}
+        >>> body = {"model": "policy", "max_tokens": 5, "system": "Be brief.", "messages": [asked]}
+        >>> MessagesRequest.model_validate(body).to_request().messages[0]
+        {'role': 'system', 'content': 'Be brief.'}
+        """
+        arguments = self.arguments(ChatRequest)
+        system = [{"role": "system", "content": _texts(self.system)}] if self.system else []
+        arguments["messages"] = system + [each for message in self.messages for each in _messages(message)]
+        arguments["tools"] = [tool.as_tool() for tool in self.tools or ()]
+        if self.tool_choice is not None:
+            arguments["tool_choice"] = self.tool_choice.as_choice()
+            arguments["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        return ChatRequest(**arguments)
+
+
+def _texts(content: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
     """Return text, or blocks of text as OpenAI's parts of text."""
-    if isinstance(content, str):
-        return content
-    blocks = (read_one_of(_TEXT_BLOCK, block, f"{place}[{index}]", TEXT_ONLY) for index, block in enumerate(content))
-    return _parts(blocks)
+    return content if isinstance(content, str) else [{"type": "text", "text": block.text} for block in content]
 
 
-TEXT_ONLY = "the policy reads text only"
-
-
-def _parts(blocks: Iterator[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": block["text"]} for block in blocks]
-
-
-def _messages(message: Mapping[str, Any], place: str) -> Iterator[Message]:
+def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> Iterator[Message]:
     """Yield a message as OpenAI's messages: each result of a tool is one of its own."""
-    given = read_fields(_MESSAGE, message, place)
-    role, content = given["role"], given["content"]
-    if role not in BLOCKS_OF_ROLE:
-        raise APIError(f"{place}.role is {short(role)}; wanted {', '.join(BLOCKS_OF_ROLE)}", param=f"{place}.role")
-    if not content or isinstance(content, str):
-        yield {"role": role, "content": content or ""}
-        return
-    tables, instead = _BLOCKS_OF_ROLE[role], TEXT_ONLY + ", and tools are functions of the agent's"
-    blocks = [
-        read_one_of(tables, block, f"{place}.content[{index}]", instead) | {"place": f"{place}.content[{index}]"}
-        for index, block in enumerate(content)
-    ]
-    if role == "assistant":
-        yield _answer(blocks)
-        return
-    for kind, run in itertools.groupby(blocks, lambda block: block["type"]):
-        if kind == "text":
-            yield {"role": role, "content": _parts(run)}
-        else:
-            yield from map(_result, run)
+    if isinstance(message.content, str) or not message.content:
+        yield {"role": message.role, "content": message.content or ""}
+    elif isinstance(message, AssistantMessage):
+        yield _answer(message.content)
+    else:
+        for _, run in itertools.groupby(message.content, type):
+            blocks = list(run)
+            texts = [block for block in blocks if isinstance(block, TextBlock)]
+            results = [_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
+            yield from results or [{"role": message.role, "content": _texts(texts)}]
 
 
-def _answer(blocks: Sequence[Mapping[str, Any]]) -> Message:
+def _answer(blocks: Sequence[AssistantBlock]) -> Message:
     """Return the blocks of an answer as OpenAI's message."""
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": _parts(block for block in blocks if block["type"] == "text"),
+        "content": _texts([block for block in blocks if isinstance(block, TextBlock)]),
     }
-    thoughts = [block["thinking"] for block in blocks if block["type"] == "thinking"]
+    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
-    calls = [block for block in blocks if block["type"] == "tool_use"]
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if calls:
         message["tool_calls"] = [
-            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["input"]}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
             for call in calls
         ]
     return message
 
 
-def _result(block: Mapping[str, Any]) -> Message:
+def _result(block: ToolResultBlock) -> Message:
     """Return the result of a tool as OpenAI's message."""
-    content = _texts(block.get("content", ""), f"{block['place']}.content")
-    if not content and block.get("is_error", False):
-        content = "error"
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": content}
+    content = _texts(block.content or "") or ("error" if block.is_error else "")
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
-def _tool(tool: Mapping[str, Any], place: str) -> Tool:
-    given = read_fields(_TOOL, tool, place)
-    description = {"description": given["description"]} if "description" in given else {}
-    return {
-        "type": "function",
-        "function": {"name": given["name"], **description, "parameters": given["input_schema"]},
-    }
+SIGNATURE = "unsigned"
+"""The `signature` of thinking: some clients drop thinking without one."""
 
 
-def _read_tool_choice(given: Mapping[str, Any]) -> str | dict[str, Any]:
-    """Return OpenAI's `tool_choice`."""
-    if "tool_choice" not in given:
-        return "auto"
-    choice = read_fields(_TOOL_CHOICE, given["tool_choice"], "tool_choice")
-    kind, name = choice["type"], choice.get("name")
-    if kind not in TOOL_CHOICES:
-        wanted = ", ".join(TOOL_CHOICES)
-        raise APIError(f"tool_choice.type is {short(kind)}; wanted {wanted}", param="tool_choice.type")
-    if (kind == "tool") != (name is not None):
-        raise APIError(
-            f"tool_choice.name is {short(name)} and tool_choice.type {kind!r}; a name is wanted with 'tool', and with "
-            "that only",
-            param="tool_choice.name",
-        )
-    return {"type": "function", "function": {"name": name}} if kind == "tool" else TOOL_CHOICES[kind]
-
-
-def message_json(call: MessagesCall, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+def message_json(asked: MessagesRequest, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     """Return the JSON of a reply."""
     content: list[dict[str, Any]] = []
     if reply.reasoning_content is not None:
@@ -366,11 +271,11 @@ def message_json(call: MessagesCall, reply: Reply, text_of_token: Callable[[int]
     if reply.content:
         content.append({"type": "text", "text": reply.content})
     content += [_tool_use(tool_call, json.loads(tool_call.arguments)) for tool_call in reply.tool_calls]
-    return {**_head(call), "content": content, **_ending(reply), "usage": _usage(reply)}
+    return {**_head(asked), "content": content, **_ending(reply), "usage": _usage(reply)}
 
 
-def _head(call: MessagesCall) -> dict[str, Any]:
-    return {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": call.model}
+def _head(asked: MessagesRequest) -> dict[str, Any]:
+    return {"id": make_id("msg_"), "type": "message", "role": "assistant", "model": asked.model}
 
 
 def _tool_use(tool_call: ToolCall, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -386,14 +291,15 @@ def _ending(reply: Reply) -> dict[str, Any]:
 
 
 def _usage(reply: Reply) -> dict[str, int]:
-    return {"input_tokens": len(reply.prompt_ids), "output_tokens": count_output_tokens(reply)}
+    prompt, sampled = count_tokens(reply)
+    return {"input_tokens": prompt, "output_tokens": sampled}
 
 
 class MessageWriter:
     """Writes the events of one streamed message: thinking and text as they come, then the tool calls."""
 
-    def __init__(self, call: MessagesCall, text_of_token: Callable[[int], str]) -> None:
-        self._call = call
+    def __init__(self, asked: MessagesRequest, text_of_token: Callable[[int], str]) -> None:
+        self._asked = asked
         self._has_begun = False
         self._open: str | None = None  # type of the block that is being written
         self._index = -1
@@ -405,7 +311,7 @@ class MessageWriter:
             # The prompt is counted at the end: the reply brings its token ids.
             usage = {"input_tokens": 0, "output_tokens": 0}
             ending = {"stop_reason": None, "stop_sequence": None, "stop_details": None}
-            yield _event("message_start", message={**_head(self._call), "content": [], **ending, "usage": usage})
+            yield _event("message_start", message={**_head(self._asked), "content": [], **ending, "usage": usage})
             yield _event("ping")
         if isinstance(piece, Delta):
             yield from self._text("thinking", piece.reasoning_content)
@@ -475,12 +381,4 @@ def anthropic_error(error: APIError) -> tuple[int, dict[str, Any]]:
     return error.status, {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-MESSAGES = Dialect(
-    "/v1/messages",
-    object_schema(FIELDS),
-    parse_messages,
-    message_json,
-    MessageWriter,
-    anthropic_error,
-    names={"stop": "stop_sequences"},
-)
+MESSAGES = Dialect("/v1/messages", MessagesRequest, message_json, MessageWriter, anthropic_error)

@@ -1,132 +1,191 @@
-"""The app's OpenAPI 3.1 schema: requests as the tables of fields have them, replies, and the errors of each status."""
+"""The app's OpenAPI 3.1 schema, made of the models of requests and of those of replies, which stand here."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from typing import Annotated, Any, Literal
 
-from jaxft.serving.fields import any_of, list_of
-from jaxft.serving.wire import Dialect, openai_error
+from pydantic import BaseModel, Field
+from pydantic.json_schema import models_json_schema
 
-TEXT = {"type": "string"}
-COUNT = {"type": "integer", "minimum": 0}
-NUMBER = {"type": "number"}
-NULL = {"type": "null"}
-IDS = list_of(COUNT)
+from jaxft.serving.chat_completions import CHAT_COMPLETIONS, ChatToolCall
+from jaxft.serving.completions import COMPLETIONS
+from jaxft.serving.messages_api import MESSAGES, TextBlock, ThinkingBlock, ToolUseBlock
+from jaxft.serving.responses_api import RESPONSES, FunctionCall, MessageItem, ReasoningItem
+from jaxft.serving.wire import openai_error
 
-
-def _object(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the schema of an object in a reply."""
-    return {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+Number = Annotated[int, Field(ge=0)]
 
 
-def _counts(*names: str) -> dict[str, Any]:
-    return _object(dict.fromkeys(names, COUNT))
+class CompletionUsage(BaseModel):
+    """Counts of tokens."""
+
+    prompt_tokens: Number
+    completion_tokens: Number
+    total_tokens: Number
 
 
-FUNCTION_CALL = _object(
-    {"id": TEXT, "type": {"const": "function"}, "function": _object({"name": TEXT, "arguments": TEXT})}
-)
-CHOICE = {"index": COUNT, "finish_reason": {"enum": ["stop", "length", "tool_calls"]}}
-LOGPROB = _object({"token": TEXT, "logprob": NUMBER, "bytes": IDS, "top_logprobs": list_of({"type": "object"})})
-USAGE = _counts("prompt_tokens", "completion_tokens", "total_tokens")
+class Choice(BaseModel):
+    """An answer, of a chat or of token ids."""
+
+    index: Number
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    logprobs: dict[str, Any] | None
+    token_ids: list[Number] = []
 
 
-def _completion(kind: str, choice: Mapping[str, Any]) -> dict[str, Any]:
-    head = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "system_fingerprint": TEXT}
-    return _object({**head, "choices": list_of(choice, minItems=1), "usage": USAGE}, {"prompt_token_ids": IDS})
+class Answer(BaseModel):
+    """The message of an answer."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str = ""
+    tool_calls: list[ChatToolCall] = []
 
 
-CHAT_COMPLETION = _completion(
-    "chat.completion",
-    _object(
-        {
-            **CHOICE,
-            "message": _object(
-                {"role": {"const": "assistant"}, "content": any_of(TEXT, NULL)},
-                {"reasoning_content": TEXT, "tool_calls": list_of(FUNCTION_CALL)},
-            ),
-            "logprobs": any_of(NULL, _object({"content": list_of(LOGPROB)})),
-        },
-        {"token_ids": IDS},
-    ),
-)
+class ChatChoice(Choice):
+    """An answer of a chat."""
 
-TEXT_COMPLETION = _completion(
-    "text_completion",
-    _object(
-        {
-            **CHOICE,
-            "text": TEXT,
-            "logprobs": any_of(
-                NULL,
-                _object(
-                    {
-                        "tokens": list_of(TEXT),
-                        "token_logprobs": list_of(NUMBER),
-                        "top_logprobs": any_of(NULL, list_of({"type": "object", "additionalProperties": NUMBER})),
-                        "text_offset": IDS,
-                    }
-                ),
-            ),
-            "stop_reason": {"type": ["string", "integer", "null"]},
-        },
-        {"token_ids": IDS, "prompt_token_ids": IDS},
-    ),
-)
+    message: Answer
 
-MESSAGE = _object(
-    {
-        "id": TEXT,
-        "type": {"const": "message"},
-        "role": {"const": "assistant"},
-        "model": TEXT,
-        "content": list_of(
-            any_of(
-                _object({"type": {"const": "text"}, "text": TEXT}),
-                _object({"type": {"const": "thinking"}, "thinking": TEXT, "signature": TEXT}),
-                _object({"type": {"const": "tool_use"}, "id": TEXT, "name": TEXT, "input": {"type": "object"}}),
-            )
-        ),
-        "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-        "stop_sequence": any_of(TEXT, NULL),
-        "usage": _counts("input_tokens", "output_tokens"),
-    }
-)
 
-ITEM = {"id": TEXT, "status": {"enum": ["completed", "incomplete"]}}
+class TextChoice(Choice):
+    """An answer to token ids."""
 
-RESPONSE = _object(
-    {
-        "id": TEXT,
-        "object": {"const": "response"},
-        "created_at": COUNT,
-        "status": {"enum": ["completed", "incomplete"]},
-        "model": TEXT,
-        "output": list_of(
-            any_of(
-                _object({**ITEM, "type": {"const": "message"}, "content": list_of({"type": "object"})}),
-                _object({**ITEM, "type": {"const": "reasoning"}, "content": list_of({"type": "object"})}),
-                _object({**ITEM, "type": {"const": "function_call"}, "call_id": TEXT, "name": TEXT, "arguments": TEXT}),
-            ),
-            minItems=1,
-        ),
-        "usage": _counts("input_tokens", "output_tokens", "total_tokens"),
-    }
-)
+    text: str
+    stop_reason: str | int | None
+    prompt_token_ids: list[Number] = []
 
-REPLIES = {
-    "/v1/chat/completions": CHAT_COMPLETION,
-    "/v1/completions": TEXT_COMPLETION,
-    "/v1/messages": MESSAGE,
-    "/v1/responses": RESPONSE,
+
+class Completion(BaseModel):
+    """A reply, to a chat or to token ids."""
+
+    id: str
+    created: Number
+    model: str
+    system_fingerprint: str
+    usage: CompletionUsage
+
+
+class ChatCompletion(Completion):
+    """A reply to a chat."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: list[Number] = []
+
+
+class TextCompletion(Completion):
+    """A reply to token ids."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class Usage(BaseModel):
+    """Counts of tokens."""
+
+    input_tokens: Number
+    output_tokens: Number
+
+
+class MessagesReply(BaseModel):
+    """Anthropic's message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: Usage
+
+
+class Response(BaseModel):
+    """OpenAI's response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: Number
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: Annotated[list[MessageItem | ReasoningItem | FunctionCall], Field(min_length=1)]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """A language model."""
+
+    id: str
+    object: Literal["model"]
+    created: Number
+    owned_by: str
+    max_model_len: Number
+
+
+class ModelList(BaseModel):
+    """All language models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """The health of the server."""
+
+    status: Literal["ok"]
+
+
+class OpenAPI(BaseModel):
+    """An OpenAPI schema."""
+
+    openapi: str
+    info: dict[str, Any]
+    paths: dict[str, Any]
+
+
+class OpenAIFault(BaseModel):
+    """OpenAI's description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(BaseModel):
+    """OpenAI's error."""
+
+    error: OpenAIFault
+
+
+class AnthropicFault(BaseModel):
+    """Anthropic's description of an error."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """Anthropic's error."""
+
+    type: Literal["error"]
+    error: AnthropicFault
+
+
+REPLIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatCompletion,
+    "/v1/completions": TextCompletion,
+    "/v1/messages": MessagesReply,
+    "/v1/responses": Response,
+    "/v1/models": ModelList,
+    "/v1/models/{model}": ModelCard,
+    "/health": Health,
+    "/openapi.json": OpenAPI,
 }
-"""Schemas of whole replies, by the paths of dialects."""
+"""Models of whole replies, by path."""
 
-MODEL = _object({"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT})
-
-OPENAI_ERROR = _object(
-    {"error": _object({"message": TEXT, "type": TEXT, "param": any_of(TEXT, NULL), "code": any_of(TEXT, NULL)})}
-)
-ANTHROPIC_ERROR = _object({"type": {"const": "error"}, "error": _object({"type": TEXT, "message": TEXT})})
+DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
+"""The APIs that are served."""
 
 STATUSES = {
     200: "The answer.",
@@ -146,54 +205,47 @@ OF_EVERY_ROUTE = (401, 403, 408, 413, 421, 429, 500, 503)
 """Statuses of errors on any route; most of them come from the `Guard` of a server."""
 
 
-def openapi_schema(dialects: Sequence[Dialect], models: Sequence[str], address: str) -> dict[str, Any]:
-    """Return the OpenAPI schema of an app.
-
-    Args:
-        dialects: the APIs that it serves.
-        models: names of its language models.
-        address: path that all paths are below, such as that of an episode; `/` for none.
-    """
+@functools.cache
+def openapi_schema(models: tuple[str, ...]) -> dict[str, Any]:
+    """Return the OpenAPI schema of an app without its address, for the names of its language models."""
+    requests = {dialect.path: dialect.request for dialect in DIALECTS}
+    errors = {dialect.path: OpenAIError if dialect.error is openai_error else AnthropicError for dialect in DIALECTS}
+    everything = {*requests.values(), *REPLIES.values(), *errors.values()}
+    references, definitions = models_json_schema(
+        [(each, "validation") for each in sorted(everything, key=lambda each: each.__name__)],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas = definitions["$defs"]
     known = {"enum": list(models)}
-    name = {"name": "model", "in": "path", "required": True, "schema": known}
-    cards = _object({"object": {"const": "list"}, "data": list_of(MODEL)})
-    health = _object({"status": {"const": "ok"}})
-    schema = _object({"openapi": TEXT, "info": {"type": "object"}, "paths": {"type": "object"}})
+    for request in requests.values():
+        schemas[request.__name__]["properties"]["model"] = known
+
+    def content(model: type[BaseModel], description: str) -> dict[str, Any]:
+        return {
+            "description": description,
+            "content": {"application/json": {"schema": references[model, "validation"]}},
+        }
+
+    paths: dict[str, Any] = {}
+    for path, reply in REPLIES.items():
+        own = (400, 404) if path in requests else (404,) if "{model}" in path else ()
+        error = errors.get(path, OpenAIError)
+        responses = {str(status): content(error, STATUSES[status]) for status in sorted({*OF_EVERY_ROUTE, *own})}
+        operation: dict[str, Any] = {
+            "summary": reply.__doc__,
+            "responses": {"200": content(reply, STATUSES[200]), **responses},
+        }
+        if path in requests:
+            operation["responses"]["200"]["content"]["text/event-stream"] = {
+                "schema": {"description": "Events, each with its JSON."}
+            }
+            operation["requestBody"] = content(requests[path], "The request.") | {"required": True}
+        if "{model}" in path:
+            operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": known}]
+        paths[path] = {"post" if path in requests else "get": operation}
     return {
         "openapi": "3.1.0",
         "info": {"title": "jaxft", "version": "1", "description": "Language models that jaxft trains."},
-        "servers": [{"url": address}],
-        "paths": {
-            **{dialect.path: {"post": _post(dialect, known)} for dialect in dialects},
-            "/v1/models": {"get": _get("All language models.", cards)},
-            "/v1/models/{model}": {"get": {**_get("A language model.", MODEL, 404), "parameters": [name]}},
-            "/health": {"get": _get("Whether all language models can answer.", health)},
-            "/openapi.json": {"get": _get("This schema.", schema)},
-        },
-    }
-
-
-def _post(dialect: Dialect, models: Mapping[str, Any]) -> dict[str, Any]:
-    properties = {**dialect.schema["properties"], "model": models}
-    error = OPENAI_ERROR if dialect.error is openai_error else ANTHROPIC_ERROR
-    responses = _responses(REPLIES[dialect.path], error, 400, 404)
-    responses["200"]["content"]["text/event-stream"] = {"schema": {"description": "Events, each with its JSON."}}
-    body = {"application/json": {"schema": {**dialect.schema, "properties": properties}}}
-    return {
-        "summary": "An answer, whole or as server-sent events.",
-        "requestBody": {"required": True, "content": body},
-        "responses": responses,
-    }
-
-
-def _get(summary: str, schema: Mapping[str, Any], *statuses: int) -> dict[str, Any]:
-    return {"summary": summary, "responses": _responses(schema, OPENAI_ERROR, *statuses)}
-
-
-def _responses(schema: Mapping[str, Any], error: Mapping[str, Any], *statuses: int) -> dict[str, Any]:
-    """Return the responses of a route, which beside its own statuses has those of every route."""
-    schemas = {status: error for status in sorted({*OF_EVERY_ROUTE, *statuses})}
-    return {
-        str(status): {"description": STATUSES[status], "content": {"application/json": {"schema": each}}}
-        for status, each in {200: schema, **schemas}.items()
+        "paths": paths,
+        "components": {"schemas": schemas},
     }

@@ -6,154 +6,268 @@ become one message of the assistant, as the core has answered it, so that a turn
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
 
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest, Delta
-from jaxft.rollout.messages import Message, Tool, ToolCall
-from jaxft.serving.fields import make_table, object_schema, read_fields, read_one_of, short
-from jaxft.serving.responses_fields import FIELDS, GIVEN, ITEMS, PARTS, ROLES, SAID, TOOL, TOOL_CHOICE
-from jaxft.serving.wire import APIError, Dialect, count_output_tokens, event, make_id, openai_error
-
-_FIELDS, _TOOL, _TOOL_CHOICE = make_table(FIELDS), {"function": make_table(TOOL)}, {"function": make_table(TOOL_CHOICE)}
-_ITEMS = {kind: make_table(fields) for kind, fields in ITEMS.items()}
-_PARTS = {kind: make_table(fields) for kind, fields in PARTS.items()}
-
-ARGUMENTS = {
-    **{field.name: field.name for field in FIELDS if field.name in ChatRequest.__dataclass_fields__},
-    "max_output_tokens": "max_tokens",
-}
-"""Names of the arguments of `ChatRequest`, by the fields that give them."""
-
-OWN_TOOLS = "OpenAI's own tools do not run here: give the agent a function"
+from jaxft.rollout.messages import MAX_TOOLS, Message, Tool, ToolCall
+from jaxft.serving.schemas import (
+    ChatFields,
+    Count,
+    Dialect,
+    Ignored,
+    Name,
+    Natural,
+    Refused,
+    RequestObject,
+    TextOr,
+)
+from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_error
 
 
-class ResponsesCall(NamedTuple):
-    """A request of responses.
+class InputText(RequestObject):
+    """A part of text."""
 
-    Attributes:
-        model: name of the language model.
-        request: what to sample.
-        stream: True for server-sent events.
-        settings: fields of the request that the response repeats.
-    """
-
-    model: str
-    request: ChatRequest
-    stream: bool
-    settings: dict[str, Any]
+    type: Literal["input_text"]
+    text: str = Field(description="The text.")
+    prompt_cache_breakpoint: Ignored = Field(None, description="The prefix cache needs no marks.")
 
 
-def parse_responses(body: Mapping[str, Any]) -> ResponsesCall:
-    """Return the call that the JSON of a request asks for.
+class OutputText(RequestObject):
+    """A part of an answer."""
 
-    Raises:
-        APIError: a field is missing, unknown, refused, or of another kind.
-        RequestError: a field has an impossible value.
-
-    >>> call = parse_responses({"model": "policy", "instructions": "Be brief.", "input": "?", "max_output_tokens": 5})
-    >>> call.request.messages, call.request.max_tokens
-    ([{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '?'}], 5)
-    """
-    given = read_fields(_FIELDS, body)
-    arguments = {ARGUMENTS[name]: value for name, value in given.items() if name in ARGUMENTS}
-    arguments["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(given.get("tools", ()))]
-    if isinstance(given.get("tool_choice"), dict):
-        choice = read_one_of(_TOOL_CHOICE, given["tool_choice"], "tool_choice", OWN_TOOLS)
-        arguments["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
-    messages: list[Message] = []
-    if "instructions" in given:
-        messages.append({"role": "system", "content": given["instructions"]})
-    messages += [{"role": "user", "content": given["input"]}] if isinstance(given["input"], str) else _messages(given)
-    request = ChatRequest(messages=messages, **arguments)
-    settings = {
-        "instructions": given.get("instructions"),
-        "max_output_tokens": request.max_tokens,
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "temperature": request.temperature,
-        "tool_choice": given.get("tool_choice", "auto"),
-        "tools": given.get("tools", []),
-        "top_p": request.top_p,
-    }
-    return ResponsesCall(given["model"], request, given.get("stream", False), settings)
+    type: Literal["output_text"]
+    text: str = Field(description="The text.")
+    annotations: Ignored = Field(None, description="OpenAI's own tools make them; the model does not read them.")
+    logprobs: Ignored = Field(None, description="The run has recorded them.")
+    parsed: Ignored = Field(None, description="The client reads it from the text.")
 
 
-def _tool(tool: Mapping[str, Any], place: str) -> Tool:
-    given = read_one_of(_TOOL, tool, place, OWN_TOOLS)
-    return {
-        "type": "function",
-        "function": {name: given[name] for name in ("name", "description", "parameters") if name in given},
-    }
+class Refusal(RequestObject):
+    """A part of an answer in which the assistant refuses."""
+
+    type: Literal["refusal"]
+    refusal: str = Field(description="The text.")
 
 
-def _messages(given: Mapping[str, Any]) -> list[Message]:
+class SummaryText(RequestObject):
+    """A part of a summary of reasoning."""
+
+    type: Literal["summary_text"]
+    text: str = Field(description="The text.")
+
+
+class ReasoningText(RequestObject):
+    """A part of reasoning."""
+
+    type: Literal["reasoning_text"]
+    text: str = Field(description="The text.")
+
+
+class Item(RequestObject):
+    """An item of a conversation."""
+
+    id: Ignored = Field(None, description="Items are not stored.")
+    status: Ignored = Field(None, description="An item that is sent back is complete.")
+
+
+class MessageItem(Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] = Field(description="Who speaks.")
+    content: TextOr[list[Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]]] = Field(
+        description="Text, or parts of text."
+    )
+    phase: Ignored = Field(None, description="Chat templates have no phases.")
+
+
+class ReasoningItem(Item):
+    """Reasoning before an answer."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningText] | None = Field(None, description="Parts of `reasoning_text`.")
+    summary: list[SummaryText] | None = Field(
+        None, description="Parts of `summary_text`, which are read if there is no content."
+    )
+    encrypted_content: Ignored = Field(None, description="Only OpenAI can read it.")
+
+
+class CallItem(Item):
+    """Fields of a call of a function, and of its output."""
+
+    call_id: str = Field(description="Name of the call, the same in the call and in its output.")
+    caller: Annotated[Any, Refused("only the model itself calls tools", {"type": "direct"})] = None
+    namespace: Annotated[Any, Refused("tools have no namespaces")] = None
+
+
+class FunctionCall(CallItem):
+    """A call of a function."""
+
+    type: Literal["function_call"]
+    name: Name = Field(description="Name of the function.")
+    arguments: str = Field(description="A JSON object, as text.")
+    parsed_arguments: Ignored = Field(None, description="The client reads it from the arguments.")
+
+
+class FunctionCallOutput(CallItem):
+    """The output of a function."""
+
+    type: Literal["function_call_output"]
+    output: TextOr[list[InputText]] = Field(description="Text, or parts of `input_text`.")
+    name: Ignored = Field(None, description="The call names the function.")
+
+
+InputItem = MessageItem | ReasoningItem | FunctionCall | FunctionCallOutput
+
+
+def _name_type(item: Any) -> Any:
+    """Return an item with its type, which a message may leave out."""
+    is_message = isinstance(item, dict) and "role" in item and item.get("type") is None
+    return {**item, "type": "message"} if is_message else item
+
+
+class ResponsesTool(RequestObject):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Name = Field(description="Name of the function.")
+    description: str | None = Field(None, description="Purpose of the function.")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(None, description="Arguments are a JSON object; sampling is not constrained further.")
+    defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
+    allowed_callers: Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])] = None
+    output_schema: Annotated[Any, Refused("put it into the description")] = None
+
+    def as_tool(self) -> Tool:
+        """Return the function in the format of chat completions."""
+        given = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {name: each for name, each in given.items() if each is not None}}
+
+
+class ResponsesToolChoice(RequestObject):
+    """A function that the answer must call."""
+
+    type: Literal["function"]
+    name: str = Field(description="The function that the answer must call.")
+
+
+class ResponsesRequest(ChatFields):
+    """A request of responses."""
+
+    messages: TextOr[
+        Annotated[
+            list[Annotated[InputItem, Field(discriminator="type"), BeforeValidator(_name_type)]], Field(min_length=1)
+        ]
+    ] = Field(
+        alias="input",
+        description="Text of the user, or the whole conversation as items of text, reasoning, calls and their outputs.",
+    )
+    instructions: str | None = Field(None, description="Text of the system: the first message.")
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: TextOr[ResponsesToolChoice] | None = Field(
+        None, description="`auto`, `none`, `required` or a function."
+    )
+    max_tokens: Count | None = Field(None, alias="max_output_tokens", description="Limit of sampled tokens.")
+    top_k: Natural | None = Field(None, description="Number of most likely tokens to draw from; 0 for all.")
+    stream_options: Ignored = Field(None, description="Pads events against those who listen to a network.")
+    access_programs: Ignored = Field(None, description="They are about OpenAI's own models.")
+    max_tool_calls: Ignored = Field(None, description="It limits OpenAI's own tools, which do not run here.")
+    previous_response_id: Annotated[Any, Refused("responses are not stored: send the whole input")] = None
+    conversation: Annotated[Any, Refused("conversations are not stored: send the whole input")] = None
+    prompt: Annotated[Any, Refused("prompts are not stored: send instructions and input")] = None
+    background: Annotated[Any, Refused("responses are not stored: wait for the answer", False)] = None
+    background_options: Annotated[Any, Refused("responses are not stored: wait for the answer")] = None
+    context_management: Annotated[Any, Refused("send the conversation as it shall be read", [])] = None
+    truncation: Annotated[Any, Refused("set llms.<name>.long_prompts in the configuration", "disabled")] = None
+    include: Annotated[
+        Any,
+        Refused(
+            "reasoning is in the items as text; log-probabilities come with chat completions",
+            [],
+            ["reasoning.encrypted_content"],
+        ),
+    ] = None
+    top_logprobs: Annotated[Any, Refused("log-probabilities come with chat completions", 0)] = None
+    text: Annotated[
+        Any,
+        Refused(
+            "sampling is not constrained: ask for the format in the prompt, or give a tool with tool_choice",
+            {},
+            {"format": {"type": "text"}},
+            {"format": {"type": "text"}, "verbosity": "medium"},
+        ),
+    ] = None
+    reasoning: Annotated[
+        Any,
+        Refused("give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}", {}),
+    ] = None
+    image: Annotated[Any, Refused("the policy reads text only")] = None
+
+    def to_request(self) -> ChatRequest:
+        """Return what to sample.
+
+        >>> body = {"model": "policy", "instructions": "Be brief.", "input": "?", "max_output_tokens": 5}
+        >>> ResponsesRequest.model_validate(body).to_request().messages
+        [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '?'}]
+        """
+        arguments = self.arguments(ChatRequest)
+        arguments["tools"] = [tool.as_tool() for tool in self.tools or ()]
+        if isinstance(self.tool_choice, ResponsesToolChoice):
+            arguments["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        said = self.messages
+        asked = [{"role": "user", "content": said}] if isinstance(said, str) else _messages(said)
+        return ChatRequest(**arguments | {"messages": [*system, *asked]})
+
+
+def _messages(items: Sequence[InputItem]) -> list[Message]:
     """Return the items of an input as OpenAI's messages."""
     messages: list[Message] = []
     answer: dict[str, Any] | None = None  # message of the assistant that the next items may belong to
-    for index, item in enumerate(given["input"]):
-        place = f"input[{index}]"
-        item = {**item, "type": "message"} if "role" in item and item.get("type") is None else item
-        read = read_one_of(_ITEMS, item, place, f"the policy reads text only, and {OWN_TOOLS}")
-        kind = read["type"]
-        if kind == "function_call_output":
-            content = _texts(read["output"], GIVEN, f"{place}.output")
-            messages.append({"role": "tool", "tool_call_id": read["call_id"], "content": content})
+    for item in items:
+        if isinstance(item, FunctionCallOutput):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)})
             answer = None
-        elif kind == "message" and read["role"] != "assistant":
-            messages.append(_message(read, place))
+            continue
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            messages.append({"role": item.role, "content": _texts(item.content)})
             answer = None
+            continue
+        # Within an answer, reasoning comes before text, and text before calls.
+        ends = {ReasoningItem: ("reasoning_content", "content", "tool_calls"), MessageItem: ("content", "tool_calls")}
+        if answer is None or any(answer.get(name) is not None for name in ends.get(type(item), ())):
+            answer = {"role": "assistant", "content": None}
+            messages.append(answer)
+        if isinstance(item, ReasoningItem):
+            texts = ("\n".join(part.text for part in parts or ()) for parts in (item.content, item.summary))
+            answer["reasoning_content"] = next(filter(None, texts), "")
+        elif isinstance(item, MessageItem):
+            answer["content"] = _texts(item.content)
         else:
-            # Within an answer, reasoning comes before text, and text before calls.
-            ends = {"reasoning": ("reasoning_content", "content", "tool_calls"), "message": ("content", "tool_calls")}
-            if answer is None or any(answer.get(name) is not None for name in ends.get(kind, ())):
-                answer = {"role": "assistant", "content": None}
-                messages.append(answer)
-            if kind == "reasoning":
-                answer["reasoning_content"] = _reasoning(read, place)
-            elif kind == "message":
-                answer |= _message(read, place)
-            else:
-                function = {"name": read["name"], "arguments": read["arguments"]}
-                call = {"id": read["call_id"], "type": "function", "function": function}
-                answer.setdefault("tool_calls", []).append(call)
+            function = {"name": item.name, "arguments": item.arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            answer.setdefault("tool_calls", []).append(call)
     return messages
 
 
-def _message(item: Mapping[str, Any], place: str) -> dict[str, Any]:
-    role = item["role"]
-    if role not in ROLES:
-        raise APIError(f"{place}.role is {short(role)}; wanted {', '.join(ROLES)}", param=f"{place}.role")
-    return {"role": role, "content": _texts(item["content"], SAID, f"{place}.content")}
-
-
-def _texts(content: str | Sequence[Mapping[str, Any]], kinds: Sequence[str], place: str) -> str | list[dict[str, Any]]:
+def _texts(content: str | Sequence[InputText | OutputText | Refusal]) -> str | list[dict[str, Any]]:
     """Return text, or parts of the Responses API as those of a message."""
     if isinstance(content, str):
         return content
-    tables = {kind: _PARTS[kind] for kind in kinds}
-    parts = [
-        read_one_of(tables, part, f"{place}[{index}]", "the policy reads text only")
-        for index, part in enumerate(content)
-    ]
     return [
-        {"type": "refusal", "refusal": part["refusal"]}
-        if part["type"] == "refusal"
-        else {"type": "text", "text": part["text"]}
-        for part in parts
+        {"type": "refusal", "refusal": part.refusal}
+        if isinstance(part, Refusal)
+        else {"type": "text", "text": part.text}
+        for part in content
     ]
 
 
-def _reasoning(item: Mapping[str, Any], place: str) -> str:
-    """Return the text of an item of reasoning: its content, or else its summary."""
-    texts = {}
-    for name, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
-        parts = enumerate(item.get(name, ()))
-        read = (read_one_of({kind: _PARTS[kind]}, part, f"{place}.{name}[{index}]") for index, part in parts)
-        texts[name] = "\n".join(part["text"] for part in read)
-    return texts["content"] or texts["summary"]
-
-
-def response_json(call: ResponsesCall, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+def response_json(asked: ResponsesRequest, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     """Return the JSON of a reply."""
     output = []
     if reply.reasoning_content is not None:
@@ -162,7 +276,7 @@ def response_json(call: ResponsesCall, reply: Reply, text_of_token: Callable[[in
         output.append(_text_item("message", make_id("msg_"), reply.content))
     output += [_call_item(tool_call) for tool_call in reply.tool_calls]
     output[-1]["status"] = _status(reply)
-    return _response(call, make_id("resp_"), int(time.time()), output, reply)
+    return _response(asked, make_id("resp_"), int(time.time()), output, reply)
 
 
 PART_TYPES = {"reasoning": "reasoning_text", "message": "output_text"}
@@ -195,10 +309,10 @@ def _status(reply: Reply) -> str:
 
 
 def _response(
-    call: ResponsesCall, response_id: str, created_at: int, output: Sequence[Mapping[str, Any]], reply: Reply | None
+    asked: ResponsesRequest, response_id: str, created_at: int, output: Sequence[Mapping[str, Any]], reply: Reply | None
 ) -> dict[str, Any]:
     """Return the JSON of a response, which is in progress until there is a reply."""
-    status = "in_progress" if reply is None else _status(reply)
+    status, choice = "in_progress" if reply is None else _status(reply), asked.tool_choice
     return {
         "id": response_id,
         "object": "response",
@@ -206,9 +320,15 @@ def _response(
         "status": status,
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": call.model,
+        "model": asked.model,
         "output": output,
-        **call.settings,
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_tokens,
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "tool_choice": choice.model_dump() if isinstance(choice, ResponsesToolChoice) else choice or "auto",
+        "tools": [tool.model_dump(exclude_unset=True) for tool in asked.tools or ()],
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
         "previous_response_id": None,
         "store": False,
         "background": False,
@@ -220,7 +340,7 @@ def _response(
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    input_tokens, output_tokens = len(reply.prompt_ids), count_output_tokens(reply)
+    input_tokens, output_tokens = count_tokens(reply)
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -233,8 +353,8 @@ def _usage(reply: Reply) -> dict[str, Any]:
 class ResponseWriter:
     """Writes the events of one streamed response: reasoning and text as they come, then the calls."""
 
-    def __init__(self, call: ResponsesCall, text_of_token: Callable[[int], str]) -> None:
-        self._call = call
+    def __init__(self, asked: ResponsesRequest, text_of_token: Callable[[int], str]) -> None:
+        self._asked = asked
         self._id, self._created_at = make_id("resp_"), int(time.time())
         self._num_events = 0
         self._output: list[dict[str, Any]] = []  # items that have ended
@@ -268,7 +388,7 @@ class ResponseWriter:
         return self._event("error", code=error.code, message=error.message, param=error.param, **body)
 
     def _response(self, reply: Reply | None) -> dict[str, Any]:
-        return _response(self._call, self._id, self._created_at, self._output, reply)
+        return _response(self._asked, self._id, self._created_at, self._output, reply)
 
     def _add(self, kind: str, text: str) -> Iterator[bytes]:
         """Yield the events of more text in an item of this type."""
@@ -321,11 +441,4 @@ class ResponseWriter:
         return event({"type": kind, "sequence_number": self._num_events - 1, **more}, kind)
 
 
-RESPONSES = Dialect(
-    "/v1/responses",
-    object_schema(FIELDS),
-    parse_responses,
-    response_json,
-    ResponseWriter,
-    names={"messages": "input", "max_tokens": "max_output_tokens"},
-)
+RESPONSES = Dialect("/v1/responses", ResponsesRequest, response_json, ResponseWriter)

@@ -1,6 +1,8 @@
 import asyncio
 import contextvars
 import gc
+import importlib
+import importlib.util
 import threading
 
 import pytest
@@ -9,8 +11,16 @@ from jaxft.rollout.transport import async_transport, sync_transport
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
+HTTP_LIBRARIES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name) is not None]
+
 URL = "http://app.invalid/a/b?c=d"
 caller = contextvars.ContextVar("caller", default="nobody")
+
+
+@pytest.fixture(params=HTTP_LIBRARIES)
+def http(request):
+    """Each HTTP library that is installed: openai's own is one of them."""
+    return importlib.import_module(request.param)
 
 
 async def respond(send, body, *, status=200, more_body=False):

@@ -1,26 +1,75 @@
-"""HTTP libraries that are installed, and a check that nothing uses a socket."""
+"""Clients of openai and anthropic that ask a policy in process, and what all dialects are asked and answer."""
 
+import asyncio
 import importlib
-import importlib.util
-import socket
 
+import anthropic
 import pytest
 
-HTTP_LIBRARIES = [name for name in ("httpx", "httpx2") if importlib.util.find_spec(name) is not None]
+from jaxft.rollout import client_of
+from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.messages import ToolCall
+from jaxft.rollout.recorder import ENDPOINT, Episode, recording
+from jaxft.rollout.transport import async_transport
+from jaxft.serving.app import make_app
+
+QUESTION = [{"role": "user", "content": "x?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
-@pytest.fixture(params=HTTP_LIBRARIES)
-def http(request):
-    """Each HTTP library that is installed: openai's own is one of them."""
-    return importlib.import_module(request.param)
+def sampled(token_ids, logprobs, top_logprobs=(), finish_reason="stop"):
+    return Completion(token_ids, logprobs, logprobs, [3] * len(token_ids), finish_reason, list(top_logprobs))
 
 
-@pytest.fixture
-def no_sockets(monkeypatch):
-    """Fails a test that connects or binds a socket; an event loop's own pair of sockets does neither."""
+REPLY = Reply(
+    content="Well.",
+    completion=sampled([7, 8], [-0.5, -0.25], [((7, -0.5), (9, float("-inf"))), ((8, -0.25), (7, -3.0))]),
+    prompt_ids=(1, 2, 3),
+    tool_calls=(ToolCall("abcdefgh1", "look_up", '{"city": "Oslo"}'),),
+    reasoning_content="hm",
+)
 
-    def refuse(*arguments):
-        raise AssertionError(f"a socket was used: {arguments[1:]}")
 
-    for name in ("connect", "connect_ex", "bind"):
-        monkeypatch.setattr(socket.socket, name, refuse)
+def make_episode(**changes):
+    return Episode(**({"run_seed": 0, "stream": 0, "rollout_index": 0, "example_id": "a", "generation": 0} | changes))
+
+
+def run(asking, episode=None):
+    """The result of a coroutine that asks, in an episode or in none."""
+
+    async def main():
+        async with asyncio.timeout(60):
+            with recording(episode):
+                return await asking
+
+    return asyncio.run(main())
+
+
+def make_client(llm, library):
+    """A client of a library, without a socket: `anthropic`, or a wrapper type of `client_of`."""
+    if library != "anthropic":
+        return client_of(llm, library)
+    http = importlib.import_module(anthropic.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+    http_client = http.AsyncClient(transport=async_transport(http, make_app({llm.name: llm})), timeout=None)
+    return anthropic.AsyncAnthropic(base_url=ENDPOINT, api_key="jaxft", max_retries=0, http_client=http_client)
+
+
+@pytest.fixture(scope="module")
+def llm(policy):
+    return ChatClient(policy, "player")
+
+
+@pytest.fixture(scope="module")
+def client(llm):
+    return client_of(llm, "openai")
+
+
+@pytest.fixture(scope="module")
+def sync_client(llm):
+    return client_of(llm, "openai_sync")
+
+
+@pytest.fixture(scope="module")
+def anthropic_client(llm):
+    return make_client(llm, "anthropic")

@@ -3,66 +3,20 @@ import contextlib
 import json
 import threading
 
-import jax
-import numpy as np
 import openai
 import pytest
 
 from jaxft.errors import PolicyError
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.frameworks import client_of
-from jaxft.rollout.recorder import Episode, outside_calls, recording
-from jaxft.rollout.sequences import token_sequences
+from jaxft.rollout.recorder import outside_calls, recording
 from jaxft.serving.app import make_app
 from jaxft.serving.wire import MAX_BODY_BYTES
+from tests.serving.conftest import QUESTION, make_episode, run
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
-QUESTION = [{"role": "user", "content": "x?"}]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-            "strict": True,
-        },
-    }
-]
 NEVER_ENDS = {"logit_bias": {"1": -100}}  # the end token
-
-
-def make_episode(**changes):
-    return Episode(**({"run_seed": 0, "stream": 0, "rollout_index": 0, "example_id": "a", "generation": 0} | changes))
-
-
-@pytest.fixture(scope="module")
-def llm(policy, tokenizer):
-    assert tokenizer.eos_token_id == 1
-    return ChatClient(policy, "player")
-
-
-@pytest.fixture(scope="module")
-def client(llm):
-    return client_of(llm, "openai")
-
-
-@pytest.fixture(scope="module")
-def sync_client(llm):
-    return client_of(llm, "openai_sync")
-
-
-def run(asking, episode=None):
-    """The result of a coroutine that asks, in an episode or in none."""
-
-    async def main():
-        async with asyncio.timeout(60):
-            if episode is None:
-                return await asking
-            with recording(episode):
-                return await asking
-
-    return asyncio.run(main())
 
 
 def ask(client, **options):
@@ -165,35 +119,6 @@ def test_a_reply_can_be_trained_on_from_the_client(client):
     assert tuple(choice.delta.generation_log_probs) == episode.calls[0].sampler_logprobs
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_agent_with_tools_makes_one_sequence(make_scripted_policy, tokenizer, stream):
-    """The loop of openai's own guide: the message goes back into the history as it is."""
-    asked = "<|system|>tools: look_up(city)<|end|><|user|>x?<|end|><|assistant|>"
-    called = 'Well. <call:look_up>{"city":"Oslo"}</call><|end|>'
-    text = asked + called + "<|tool|>3<|end|><|assistant|>3!<|end|>"
-    script = (tokenizer.encode(text) + [1] * 256)[:256]
-    client, episode = client_of(ChatClient(make_scripted_policy(script), "player"), "openai"), make_episode()
-
-    async def complete(messages):
-        if not stream:
-            return (await ask(client, messages=messages, tools=TOOLS, max_tokens=None)).choices[0]
-        async with client.chat.completions.stream(model="player", messages=messages, tools=TOOLS) as events:
-            return (await events.get_final_completion()).choices[0]
-
-    async def agent():
-        messages = list(QUESTION)
-        choice = await complete(messages)
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
-        (call,) = choice.message.tool_calls
-        assert call.function.name == "look_up" and json.loads(call.function.arguments) == {"city": "Oslo"}
-        messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-        return (await complete(messages)).message.content
-
-    assert run(agent(), episode) == "3!"
-    (sequence,) = token_sequences(episode.calls)
-    assert tokenizer.decode(sequence.tokens) == text
-
-
 @pytest.mark.parametrize("concurrency", [1, 12])
 def test_concurrency_changes_no_token(llm, client, concurrency):
     async def agent(generation, limit):
@@ -219,34 +144,6 @@ def test_concurrency_changes_no_token(llm, client, concurrency):
         return await asyncio.gather(*map(direct, range(12)))
 
     assert run(main()) == run(all_direct())
-
-
-REFUSALS = [
-    ({"model": "plaxer"}, openai.NotFoundError, "model", "model_not_found", "player"),
-    ({"presence_penalty": 0.5}, openai.BadRequestError, "presence_penalty", "unsupported_parameter", "0.5"),
-    ({"temperature": -1}, openai.BadRequestError, "temperature", None, "-1"),
-    ({"messages": []}, openai.BadRequestError, "messages", None, "messages"),
-    ({"messages": [{"role": "poet", "content": ""}]}, openai.BadRequestError, None, None, "poet"),
-    (
-        {"messages": [{"role": "user", "content": "x" * 200}]},
-        openai.BadRequestError,
-        "messages",
-        "context_length_exceeded",
-        "96",
-    ),
-    ({"extra_body": {"foo": 1}}, openai.BadRequestError, "foo", "unknown_parameter", "foo"),
-    ({"logit_bias": {"4000": 1}}, openai.BadRequestError, None, None, "4000"),
-]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("options", "kind", "param", "code", "said"), REFUSALS)
-def test_refusals_are_openais(client, options, kind, param, code, said, stream):
-    with pytest.raises(kind, match=said) as caught:
-        run(ask(client, stream=stream, **options))
-    error = caught.value
-    assert error.type == "invalid_request_error" and (error.code == code or code is None)
-    assert error.param == param or param is None
 
 
 def test_other_apis_are_refused_with_a_way_out(client):
@@ -470,21 +367,6 @@ def test_a_lost_policy_is_a_503_that_the_episode_keeps(make_policy):
     episode = make_episode()
     run(main(), episode)
     assert isinstance(episode.policy_error, PolicyError)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_error_that_is_no_ones_fault_is_a_500_of_one_line(make_policy, stream):
-    broken = make_policy()
-
-    async def main():
-        await broken.update(
-            lambda params: (jax.tree.map(lambda leaf: jax.device_put(np.full_like(leaf, np.nan)), params), None)
-        )
-        with pytest.raises(openai.InternalServerError, match="NonFiniteError") as caught:
-            await ask(client_of(ChatClient(broken, "player"), "openai"), stream=stream)
-        assert caught.value.status_code == 500 and "\n" not in caught.value.body["message"]
-
-    run(main())
 
 
 def test_a_large_body_lets_others_be_answered(client):

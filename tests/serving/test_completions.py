@@ -1,106 +1,34 @@
-import asyncio
 import json
-import typing
 
 import openai
 import pytest
-from openai.types.completion_create_params import CompletionCreateParamsBase
 
-from jaxft.rollout.calls import Completion, Reply
-from jaxft.rollout.chat_request import CompletionRequest, Delta
+from jaxft.rollout import client_of
+from jaxft.rollout.calls import Reply
+from jaxft.rollout.chat_request import Delta
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.frameworks import client_of
-from jaxft.rollout.recorder import Episode, recording
 from jaxft.rollout.sequences import episode_messages, token_sequences
-from jaxft.serving.completions import FIELDS, TextChunkWriter, parse_completion, text_completion
-from jaxft.serving.fields import KINDS
-from jaxft.serving.wire import APIError, encode
+from jaxft.serving.completions import TokenCompletionRequest, make_text_writer, text_completion
+from jaxft.serving.schemas import read_request
+from jaxft.serving.wire import encode
+from tests.serving.conftest import QUESTION, make_episode, run, sampled
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
-QUESTION = [{"role": "user", "content": "x?"}]
-
 
 def call(**fields):
-    return parse_completion({"model": "policy", "prompt": [5, 6]} | fields)
-
-
-def make_episode(**changes):
-    return Episode(**({"run_seed": 0, "stream": 0, "rollout_index": 0, "example_id": "a", "generation": 0} | changes))
-
-
-def run(asking, episode=None):
-    """The result of a coroutine that asks, in an episode or in none."""
-
-    async def main():
-        async with asyncio.timeout(60):
-            with recording(episode):
-                return await asking
-
-    return asyncio.run(main())
-
-
-@pytest.fixture(scope="module")
-def llm(policy):
-    return ChatClient(policy, "player")
-
-
-@pytest.fixture(scope="module")
-def client(llm):
-    return client_of(llm, "openai")
+    return read_request(TokenCompletionRequest, {"model": "policy", "prompt": [5, 6]} | fields)
 
 
 def ask(client, prompt, **options):
     return client.completions.create(**({"model": "player", "prompt": list(prompt), "max_tokens": 8} | options))
 
 
-@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
-def test_every_field_is_treated_as_the_table_says(field):
-    if field.treatment == "taken":
-        assert field.kind in KINDS
-        with pytest.raises(APIError) as caught:
-            call(**{field.name: "1" if field.kind in ("integer", "number", "seed") else 1})
-        assert caught.value.param == field.name
-    elif field.treatment == "refused":
-        with pytest.raises(APIError, match="surprise") as caught:
-            call(**{field.name: "surprise"})
-        assert caught.value.param == field.name and field.note in caught.value.message
-        assert all(call(**{field.name: value}) == call() for value in (None, *field.unused))
-    else:
-        assert call(**{field.name: "surprise"}) == call()
-
-
-def test_the_table_has_every_field_of_openai():
-    theirs = {*typing.get_type_hints(CompletionCreateParamsBase), "stream"}
-    assert theirs <= {field.name for field in FIELDS if field.api == "OpenAI"}
-
-
-def test_taken_fields_reach_the_request():
-    options = {"temperature": 0.5, "top_p": 0.25, "min_p": 0.1, "max_tokens": 7, "n": 2, "seed": 4, "stop": ["a"]}
-    options |= {"stop_token_ids": [4]}
-    request = call(**options, top_k=-1, logit_bias={"5": -1}, logprobs=3, include_stop_str_in_output=True).request
-    assert request == CompletionRequest(
-        prompt_ids=[5, 6], top_k=0, logit_bias={5: -1}, top_logprobs=3, include_stop=True, **options
-    )
-    assert not call(return_token_ids=False).token_ids
-
-
-@pytest.mark.parametrize(
-    ("prompt", "said"),
-    [("hi", "chat completions"), (["hi"], "chat completions"), ([[5]], "one request"), (5, "list of integers")],
-)
-def test_other_prompts_are_refused_with_a_way_out(prompt, said):
-    with pytest.raises(APIError, match=said) as caught:
-        call(prompt=prompt)
-    assert caught.value.param == "prompt"
-
-
-TOP = [((7, -0.5), (9, -1.0), (10, -2.0)), ((8, -0.25),)]
 REPLY = Reply(
     content="éb",
-    completion=Completion([7, 8], [-0.5, float("-inf")], [], [3, 3], "stop", TOP),
+    completion=sampled([7, 8], [-0.5, float("-inf")], [((7, -0.5), (9, -1.0), (10, -2.0)), ((8, -0.25),)]),
     prompt_ids=(5, 6),
-    others=(Reply("c", Completion([9], [-1.0], [], [3], "length", [((9, -1.0),)]), prompt_ids=(5, 6)),),
+    others=(Reply("c", sampled([9], [-1.0], [((9, -1.0),)], "length"), (5, 6)),),
     stop_reason=8,
 )
 TEXTS = {7: "é", 8: "b", 9: "c", 10: "c"}.__getitem__
@@ -124,7 +52,7 @@ def test_a_reply_becomes_openais_json_with_token_ids():
 
 
 def test_a_streamed_reply_ends_with_token_ids_and_counts():
-    writer = TextChunkWriter(call(stream=True, stream_options={"include_usage": True}), TEXTS)
+    writer = make_text_writer(call(stream=True, stream_options={"include_usage": True}), TEXTS)
     pieces = [Delta(0, content="é"), Delta(1, content="c"), Delta(0, token_ids=(8,)), Delta(0, content="b"), REPLY]
     *events, end = [event for piece in pieces for event in writer.events(piece)]
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
@@ -139,10 +67,10 @@ def test_token_ids_are_sampled_and_recorded_as_the_chat_of_the_same_ids(llm, cli
     chat, whole, streamed = make_episode(), make_episode(), make_episode()
     reply = run(llm.chat(QUESTION, **options), chat)
     completion = run(ask(client, reply.prompt_ids, logprobs=2, **options), whole)
-    for choice, sampled, call in zip(completion.choices, reply.choices, whole.calls, strict=True):
-        assert tuple(choice.token_ids) == sampled.token_ids == call.token_ids
+    for choice, answer, call in zip(completion.choices, reply.choices, whole.calls, strict=True):
+        assert tuple(choice.token_ids) == answer.token_ids == call.token_ids
         assert tuple(choice.prompt_token_ids) == reply.prompt_ids == call.prompt_ids
-        assert tuple(choice.logprobs.token_logprobs) == sampled.logprobs and choice.text == call.content
+        assert tuple(choice.logprobs.token_logprobs) == answer.logprobs and choice.text == call.content
     assert token_sequences(whole.calls) == token_sequences(chat.calls)
     (told,) = whole.calls[0].messages
     assert told == {"role": "user", "content": tokenizer.decode(reply.prompt_ids)}
@@ -180,23 +108,6 @@ def test_a_prompt_that_begins_with_an_earlier_call_extends_its_row(llm, client, 
     assert fourth.prompt_ids[: len(first.context_ids)] == first.context_ids
     assert not any(call.prompt.is_retokenized for call in episode.calls)
     assert len(episode_messages(episode.calls)) > 4
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "param", "said"),
-    [
-        ([4000], {}, None, "4000"),
-        ([-1], {}, "prompt", "-1"),
-        ([], {}, "prompt", "at least one"),
-        ([5] * 200, {}, "prompt", "96"),
-        ([5], {"logprobs": 21}, "logprobs", "21"),
-        ([5], {"n": 0}, "n", "0"),
-    ],
-)
-def test_refusals_are_openais(client, prompt, options, param, said):
-    with pytest.raises(openai.BadRequestError, match=said) as caught:
-        run(ask(client, prompt, **options))
-    assert caught.value.param == param
 
 
 def test_an_episode_with_too_long_token_ids_may_be_dropped_or_truncated(policy):

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxft.rollout.client import ChatClient
-from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.recorder import recording
-from jaxft.serving import chat_completions, completions, messages_api, responses_fields
+from jaxft.serving.openapi import DIALECTS
 
 pytestmark = [
     pytest.mark.usefixtures("no_sockets"),
@@ -106,14 +104,12 @@ def sampling(*more):
     return {name: POSSIBLE[name] for name in (*SAMPLING, *more)}
 
 
-DIALECTS = {
+REQUESTS = {
     "/v1/chat/completions": (
-        chat_completions.FIELDS,
         {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 3},
         POSSIBLE,
     ),
     "/v1/completions": (
-        completions.FIELDS,
         {"prompt": [5, 6], "max_tokens": 3},
         {
             **sampling("min_p", "max_tokens", "n", "seed", "stop", "logit_bias", "stop_token_ids", "return_token_ids"),
@@ -123,7 +119,6 @@ DIALECTS = {
         },
     ),
     "/v1/messages": (
-        messages_api.FIELDS,
         {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 3},
         {
             **sampling("max_tokens", "chat_template_kwargs"),
@@ -135,7 +130,6 @@ DIALECTS = {
         },
     ),
     "/v1/responses": (
-        responses_fields.FIELDS,
         {"input": "x?", "max_output_tokens": 3},
         {
             **sampling("seed", "stop", "chat_template_kwargs"),
@@ -147,7 +141,7 @@ DIALECTS = {
         },
     ),
 }
-"""For each path: its fields, a usual request, and likely values of fields."""
+"""For each path: a usual request, and likely values of fields."""
 
 
 def mostly(likely, other):
@@ -157,10 +151,10 @@ def mostly(likely, other):
 
 def bodies(path):
     """Draws bodies of requests to a path, some of them damaged."""
-    fields, usual, possible = DIALECTS[path]
-    names = st.lists(
-        mostly(st.sampled_from([*possible]), st.sampled_from([field.name for field in fields])), min_size=1
-    )
+    usual, possible = REQUESTS[path]
+    (model,) = (dialect.request for dialect in DIALECTS if dialect.path == path)
+    fields = [field.alias or name for name, field in model.model_fields.items()]
+    names = st.lists(mostly(st.sampled_from([*possible]), st.sampled_from(fields)), min_size=1)
     objects = names.flatmap(
         lambda names: st.fixed_dictionaries({name: mostly(possible.get(name, anything), anything) for name in names})
     ).map(lambda chosen: {"model": "player"} | usual | chosen)
@@ -176,9 +170,8 @@ def bodies(path):
 
 
 @pytest.fixture(scope="module")
-def post(policy):
+def post(client):
     """Sends a body to a path, and returns status and text of the response."""
-    client = client_of(ChatClient(policy, "player"), "openai")
 
     async def main(path, body):
         with recording(None):
@@ -219,13 +212,13 @@ def run(post, path, num_requests):
     return statuses
 
 
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_generated_requests_are_answered_or_refused(post, path):
     assert {200, 400} <= set(run(post, path, 100 if path == "/v1/chat/completions" else 60))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("path", REQUESTS)
 def test_two_thousand_generated_requests_are_answered_or_refused(post, path):
     statuses = run(post, path, 2000)
     assert len(statuses) >= 2000 and min(map(statuses.count, (200, 400, 404))) >= 5
