@@ -24,7 +24,8 @@ from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_accord
 from jaxft.redaction import redacted
-from jaxft.runs.directory import METRICS_FILE, RESUMES_FILE, RunDirectory
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.files import METRICS_FILE, RESUMES_FILE
 
 if TYPE_CHECKING:
     from jaxft.runs.checkpoint import Checkpoint, Checkpoints
@@ -97,7 +98,9 @@ class Checkpointing:
             self.log(f"continuing from checkpoint {self.found.step}")
             return
         # The first checkpoint is finished before the second epoch ends, so a run without one has at most one row.
-        if any(map(self._directory.holds, TRAINED)) or self._directory.log_sizes(lines=True).get(METRICS_FILE, 0) > 1:
+        metrics = self._directory.path / METRICS_FILE
+        num_rows = metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+        if any(map(self._directory.holds, TRAINED)) or num_rows > 1:
             raise RestoreError(
                 f"'{self._directory.path}' holds trained files, but no finished checkpoint to continue from: put "
                 "checkpoints/ back, or start anew with --overwrite"

@@ -29,16 +29,9 @@ from jaxft.harness.signals import current_shutdown
 from jaxft.hosts.start import current_ring
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import current_console
-from jaxft.runs.directory import (
-    CONFIG_FILE,
-    RESUME_COMMAND,
-    RunDirectory,
-    bring_back_earlier_run,
-    environment_of,
-    holds_run,
-    ways_on,
-)
+from jaxft.runs.directory import RunDirectory, bring_back_earlier_run
 from jaxft.runs.environment import secrets_of_environment
+from jaxft.runs.files import CONFIG_FILE, RESUME_COMMAND, environment_of, holds_run, ways_on
 
 EVALUATION_FILE = "evaluation.json"
 

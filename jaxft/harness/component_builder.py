@@ -78,6 +78,8 @@ class ComponentBuilder(ConfigBuilder):
         console: the console of the run.
         devices: descriptions of the devices that the components compute on.
         chosen: values of fields that may be `auto`, as components found them for their devices, by path.
+        validation: configuration of the validation's workflow and evaluators that a program gives; None for that of
+            `eval.validation`.
         now: time of the run, which chat templates that write a date write in all its prompts; None: the present time.
     """
 
@@ -92,6 +94,7 @@ class ComponentBuilder(ConfigBuilder):
         self.console = console
         self.devices: list[str] = []
         self.chosen: dict[str, str] = {}
+        self.validation: Config | None = None
         self.now: datetime | None = None if lender is None else lender.now
         self._components: dict[str, asyncio.Task[Any]] = {}
         self._closing = AsyncExitStack()
@@ -303,7 +306,8 @@ class ComponentBuilder(ConfigBuilder):
 
     async def _read_validation(self) -> "tuple[ComponentBuilder, list[EvalInputItem]]":
         """Return the examples of `eval.validation`, and the component builder of the validation's configuration."""
-        section, config, source = self.config.eval.validation, validation_config(self.config), self
+        section, source = self.config.eval.validation, self
+        config = self.validation or validation_config(self.config)
         assert section is not None
         if config is not self.config:
             source = ComponentBuilder(config, self.directory, self.console, lender=self)

@@ -50,7 +50,9 @@ from jaxft.hosts.ring import Ring
 from jaxft.hosts.start import current_accord, current_ring
 from jaxft.redaction import hiding, redacted_values, redactor
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import (
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.environment import environment, script, secrets_of_environment
+from jaxft.runs.files import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
     EPISODE_REWARDS_FILE,
@@ -61,10 +63,8 @@ from jaxft.runs.directory import (
     RUN_FILES,
     SAMPLES_FILE,
     TOKEN_SCORES_FILE,
-    RunDirectory,
     is_run,
 )
-from jaxft.runs.environment import environment, script, secrets_of_environment
 from jaxft.runs.loggers import LoggedRun, Loggers, Status
 from jaxft.runs.metrics import reward_figures
 from jaxft.runs.records import read_run
@@ -406,9 +406,7 @@ async def open_session(
     ring = current_ring()
     shared = None
     if ring is None or ring.process_id == 0:
-        directory = (
-            RunDirectory.open(path, begun_by=CONFIG_FILE) if resume else RunDirectory.create(path, overwrite=overwrite)
-        )
+        directory = RunDirectory.open(path) if resume else RunDirectory.create(path, overwrite=overwrite)
     else:
         shared, directory = path.absolute(), _own_directory()
     if ring is not None and resume:
@@ -422,7 +420,7 @@ async def open_session(
             checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message, ring, shared)
             try:
                 async with ComponentBuilder(config, directory, shown_on) as builder:
-                    is_continued = resume and directory.holds(CONFIG_FILE)
+                    is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
                     if is_continued:
                         if shutdown is not None:
                             shutdown.resume_command = command

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -16,26 +17,12 @@ from pydantic import Field
 from jaxft.errors import PolicyError
 from jaxft.nat.live import find_or_begin_episode, function_path, live_policy
 from jaxft.rollout.calls import Reply, logprobs_with_record, openai_logprobs
+from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode, find_episode, named_function, recording
 
-ARGUMENTS = frozenset(
-    [
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "temperature",
-        "max_tokens",
-        "max_completion_tokens",
-        "seed",
-        "stop_token_ids",
-        "top_k",
-        "top_p",
-        "min_p",
-        "logit_bias",
-        "chat_template_kwargs",
-    ]
-)
+ARGUMENTS = {each.name for each in fields(ChatRequest)} | {"max_completion_tokens"}
+ARGUMENTS -= {"messages", "n", "stop", "include_stop", "top_logprobs"}
 """Arguments that a call, or `bind`, may give; they are those of `ChatClient.chat`."""
 
 

@@ -4,6 +4,7 @@ Nothing here imports jax, as every `nat` command imports the plugin. Paths are r
 everywhere in the toolkit.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from nat.data_models.finetuning import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
@@ -11,8 +12,7 @@ from nat.data_models.llm import LLMBaseConfig
 from pydantic import BaseModel, Field, create_model, model_validator
 
 from jaxft.errors import did_you_mean
-from jaxft.harness.config_types import Seed
-from jaxft.harness.data_models import AnyLogger, CheckpointConfig, FinetuneConfig
+from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.registry import ComponentConfig
 from jaxft.shipped.configs import (
     DPOTrainerConfig,
@@ -31,7 +31,6 @@ class _PolicyOptions(LLMBaseConfig):
         min_length=1,
         description="Name of the model in traces and in finetuning.target_model; each policy has its own.",
     )
-    seed: Seed = Field(default=0, description="Seed of sampling, data order and new weights.")
     temperature: float = Field(default=1.0, ge=0.0, description="Temperature of calls that give none.")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Nucleus of calls that give none; 1: no limit.")
     top_k: int = Field(default=0, ge=0, description="Number of most likely tokens to sample from; 0: all.")
@@ -48,8 +47,23 @@ class _TrainerOptions(TrainerConfig):
 
     resume: bool = Field(default=False, description="Continue the run in finetuning.output_dir.")
     overwrite: bool = Field(default=False, description="Replace the run in finetuning.output_dir.")
-    checkpoints: CheckpointConfig = CheckpointConfig()
-    loggers: tuple[AnyLogger, ...] = FinetuneConfig.model_fields["loggers"]  # type: ignore[assignment]
+    validation_temperature: float | None = Field(
+        default=0.0, ge=0.0, description="Temperature of validation (0: greedy); null: each call keeps its own."
+    )
+    validation_generations: int = Field(default=1, ge=1, description="Episodes per example of validation.")
+    timeout_seconds: float | None = Field(
+        default=3600.0, gt=0.0, description="Seconds that the workflow may take for an episode; null: no limit."
+    )
+
+
+FINETUNING = ("checkpoints", "loggers", "strict_compile", "grace_seconds")
+"""Fields of jaxft's section `finetuning` that stand in the toolkit's trainer."""
+
+
+def _with_fields(base: type[BaseModel], own: type[BaseModel], names: Iterable[str]) -> Any:
+    """Return a subclass with fields of one of jaxft's classes."""
+    fields: dict[str, Any] = {name: (own.model_fields[name].annotation, own.model_fields[name]) for name in names}
+    return create_model(base.__name__, __base__=base, **fields)
 
 
 def own_config(config: BaseModel, own: type[ComponentConfig]) -> ComponentConfig:
@@ -73,13 +87,11 @@ def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type
         own_config(config, own)
         return config
 
-    fields: dict[str, Any] = {
-        field: (info.annotation, info) for field, info in own.model_fields.items() if field != "reward"
-    }
+    fields = [field for field in own.model_fields if field != "reward"]
     before: Any = model_validator(mode="before")
     return create_model(
         class_name,
-        __base__=base,
+        __base__=_with_fields(base, own, fields),
         __module__=__name__,
         __doc__=own.__doc__,
         __validators__={
@@ -87,19 +99,20 @@ def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type
             "check": model_validator(mode="after")(check),
         },
         __cls_kwargs__={"name": name},
-        **fields,
     )
 
 
-PolicyConfig = _toolkit_config("PolicyConfig", "jaxft_policy", _PolicyOptions, LocalPolicyConfig)
+_Policy = _with_fields(_PolicyOptions, FinetuneConfig, ["seed"])
+_Trainer = _with_fields(_TrainerOptions, FinetuneConfig, FINETUNING)
+PolicyConfig = _toolkit_config("PolicyConfig", "jaxft_policy", _Policy, LocalPolicyConfig)
 AdapterConfig = _toolkit_config(
     "AdapterConfig", "jaxft_trainer_adapter", TrainerAdapterConfig, LocalTrainerAdapterConfig
 )
 BuilderConfig = _toolkit_config(
     "BuilderConfig", "jaxft_trajectory_builder", TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig
 )
-GRPOConfig = _toolkit_config("GRPOConfig", "jaxft_trainer", _TrainerOptions, GRPOTrainerConfig)
-DPOConfig = _toolkit_config("DPOConfig", "jaxft_dpo_trainer", _TrainerOptions, DPOTrainerConfig)
+GRPOConfig = _toolkit_config("GRPOConfig", "jaxft_trainer", _Trainer, GRPOTrainerConfig)
+DPOConfig = _toolkit_config("DPOConfig", "jaxft_dpo_trainer", _Trainer, DPOTrainerConfig)
 
 OWN: dict[type[BaseModel], type[ComponentConfig]] = {
     PolicyConfig: LocalPolicyConfig,

@@ -1,4 +1,8 @@
-"""Parts of other makers as parts of jaxft: jaxft's trainer runs with a builder or an adapter of the toolkit's kind."""
+"""The toolkit's data and parts in jaxft's classes, and back.
+
+Trajectories and statuses of jobs are converted. A builder or an adapter of the toolkit's kind becomes one of jaxft's:
+jaxft's trainer runs with it.
+"""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -6,33 +10,136 @@ from typing import Any
 from nat.data_models import finetuning as toolkit
 from pydantic import Field
 
-from jaxft.harness.contracts import TrainerAdapter, TrajectoryBuilder
-from jaxft.harness.data_models import (
-    EvalOutputItem,
-    TrainingJobRef,
-    TrainingJobStatus,
-    TrajectoryCollection,
-)
-from jaxft.harness.registry import REGISTRY, TrainerAdapterConfig, TrajectoryBuilderConfig
-from jaxft.nat.conversion import from_toolkit_collection, from_toolkit_status, to_toolkit_collection
+import jaxft
+from jaxft.harness.registry import REGISTRY
 from jaxft.nat.live import toolkit_episodes
+from jaxft.training.rows import with_recorded_sequences
+
+OWN = "jaxft"
+"""Key, in the metadata of a trajectory of the toolkit, of the fields that only jaxft's have."""
+
+OWN_FIELDS = ("scorable", "named_rewards", "example_id", "generation", "sequences")
 
 
-class ForeignBuilderConfig(TrajectoryBuilderConfig, name="nat_trajectory_builder"):
+def to_toolkit_collection(collection: jaxft.TrajectoryCollection) -> toolkit.TrajectoryCollection:
+    """Return a collection in the toolkit's classes; nothing is lost on the way back."""
+    return toolkit.TrajectoryCollection(
+        trajectories=[[_to_toolkit(trajectory) for trajectory in group] for group in collection.trajectories],
+        run_id=collection.run_id,
+    )
+
+
+def from_toolkit_collection(collection: toolkit.TrajectoryCollection) -> jaxft.TrajectoryCollection:
+    """Return a collection in jaxft's classes.
+
+    Trajectories of a foreign builder get the token ids that the log-probabilities of their messages record.
+    """
+    return jaxft.TrajectoryCollection(
+        trajectories=[[_from_toolkit(trajectory) for trajectory in group] for group in collection.trajectories],
+        run_id=collection.run_id,
+    )
+
+
+def _to_toolkit(trajectory: jaxft.Trajectory) -> toolkit.Trajectory:
+    own_fields = trajectory.model_dump(mode="json", include=set(OWN_FIELDS))
+    answers = _answers(trajectory)
+    episode: list[Any] = []
+    for item in trajectory.episode:
+        if isinstance(item, jaxft.DPOItem):
+            episode.append(toolkit.DPOItem.model_validate(item.model_dump()))
+            continue
+        logprobs = item.logprobs
+        if isinstance(logprobs, list):
+            found = answers.get(tuple(logprobs))
+            token_ids = found.pop(0) if found else [None] * len(logprobs)
+            logprobs = {
+                "content": [
+                    {"token": f"token_id:{token_id}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                    for token_id, logprob in zip(token_ids, logprobs, strict=True)
+                ],
+                "refusal": None,
+            }
+        episode.append(
+            toolkit.EpisodeItem(
+                role=toolkit.EpisodeItemRole(item.role.value),
+                content=item.content,
+                logprobs=logprobs,
+                metadata=item.metadata,
+            )
+        )
+    return toolkit.Trajectory(
+        episode=episode,
+        reward=trajectory.reward,
+        shaped_rewards=trajectory.shaped_rewards,
+        metadata={
+            **(trajectory.metadata or {}),
+            "id": trajectory.example_id,
+            "generation": trajectory.generation,
+            OWN: own_fields,
+        },
+    )
+
+
+def _answers(trajectory: jaxft.Trajectory) -> dict[tuple[float, ...], list[list[int]]]:
+    """Return the token ids of the trained answers by their log-probabilities, equal ones in the order of the turns."""
+    answers: dict[tuple[float, ...], list[list[int]]] = {}
+    for sequence in trajectory.sequences or ():
+        for turn in sorted(set(sequence.turns) - {-1}):
+            places = [place for place, each in enumerate(sequence.turns) if each == turn]
+            logprobs = tuple(sequence.sampler_logprobs[place] for place in places)
+            answers.setdefault(logprobs, []).append([sequence.tokens[place] for place in places])
+    return answers
+
+
+def _from_toolkit(trajectory: toolkit.Trajectory) -> jaxft.Trajectory:
+    metadata = dict(trajectory.metadata or {})
+    own_fields = metadata.pop(OWN, None)
+    given = trajectory.model_dump(mode="json", include={"episode", "reward", "shaped_rewards"})
+    if own_fields is not None:
+        return _with_plain_logprobs(jaxft.Trajectory.model_validate({**given, "metadata": metadata, **own_fields}))
+    example_id, generation = metadata.get("id"), metadata.get("generation")
+    made = jaxft.Trajectory(
+        **given,
+        metadata=metadata or None,
+        example_id=None if example_id is None else str(example_id),
+        generation=generation if isinstance(generation, int) else None,
+    )
+    return _with_plain_logprobs(with_recorded_sequences(made))
+
+
+def _with_plain_logprobs(trajectory: jaxft.Trajectory) -> jaxft.Trajectory:
+    """Return the trajectory with the numbers only of its log-probabilities; the rest is in its sequences."""
+    for item in trajectory.episode:
+        if isinstance(item, jaxft.EpisodeItem) and isinstance(item.logprobs, dict):
+            item.logprobs = [entry["logprob"] for entry in item.logprobs.get("content") or ()]
+    return trajectory
+
+
+def to_toolkit_status(status: jaxft.TrainingJobStatus) -> toolkit.TrainingJobStatus:
+    """Return the status of a job in the toolkit's class."""
+    return toolkit.TrainingJobStatus.model_validate(status.model_dump(mode="json"))
+
+
+def from_toolkit_status(status: toolkit.TrainingJobStatus) -> jaxft.TrainingJobStatus:
+    """Return the status of a job in jaxft's class."""
+    return jaxft.TrainingJobStatus.model_validate(status.model_dump(mode="json"))
+
+
+class ForeignBuilderConfig(jaxft.TrajectoryBuilderConfig, name="nat_trajectory_builder"):
     """A trajectory builder of the toolkit's kind; `described` is its configuration, for the record."""
 
     instance: Any = Field(exclude=True)
     described: Any = None
 
 
-class ForeignAdapterConfig(TrainerAdapterConfig, name="nat_trainer_adapter"):
+class ForeignAdapterConfig(jaxft.TrainerAdapterConfig, name="nat_trainer_adapter"):
     """A trainer adapter of the toolkit's kind; `described` is its configuration, for the record."""
 
     instance: Any = Field(exclude=True)
     described: Any = None
 
 
-class ForeignBuilder(TrajectoryBuilder):
+class ForeignBuilder(jaxft.TrajectoryBuilder):
     """Collects through a builder of the toolkit's kind, whose episodes the toolkit itself runs."""
 
     trajectory_builder_config: ForeignBuilderConfig
@@ -48,12 +155,14 @@ class ForeignBuilder(TrajectoryBuilder):
         self._collections += 1
         await self._instance.start_run(run_id, meta)
 
-    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> jaxft.TrajectoryCollection:
         """Return the trajectories of a collection."""
         collection = from_toolkit_collection(await self._instance.finalize(run_id, meta))
         return collection.model_copy(update={"metrics": {"episodes": sum(map(len, collection.trajectories))}})
 
-    async def compute_reward(self, output_item: EvalOutputItem, meta: dict[str, Any] | None = None) -> float | None:
+    async def compute_reward(
+        self, output_item: jaxft.EvalOutputItem, meta: dict[str, Any] | None = None
+    ) -> float | None:
         """Return the reward that the toolkit's builder gives."""
         return float(await self._instance.compute_reward(output_item, meta))
 
@@ -70,7 +179,7 @@ class ForeignBuilder(TrajectoryBuilder):
         self._collections = state["collections"]
 
 
-class ForeignAdapter(TrainerAdapter):
+class ForeignAdapter(jaxft.TrainerAdapter):
     """Submits to an adapter of the toolkit's kind, which has its weights elsewhere."""
 
     adapter_config: ForeignAdapterConfig
@@ -83,25 +192,27 @@ class ForeignAdapter(TrainerAdapter):
         """Return the answer of the toolkit's adapter."""
         return await self._instance.is_healthy()
 
-    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+    async def submit(self, trajectories: jaxft.TrajectoryCollection) -> jaxft.TrainingJobRef:
         """Submit the trajectories in the toolkit's classes."""
         ref = await self._instance.submit(to_toolkit_collection(trajectories))
-        return TrainingJobRef.model_validate(ref.model_dump())
+        return jaxft.TrainingJobRef.model_validate(ref.model_dump())
 
-    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+    async def status(self, ref: jaxft.TrainingJobRef) -> jaxft.TrainingJobStatus:
         """Return the status of a job."""
         return from_toolkit_status(await self._instance.status(_ref(ref)))
 
-    async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
+    async def wait_until_complete(
+        self, ref: jaxft.TrainingJobRef, poll_interval: float = 10.0
+    ) -> jaxft.TrainingJobStatus:
         """Wait for a job and return its last status."""
         return from_toolkit_status(await self._instance.wait_until_complete(_ref(ref), poll_interval))
 
-    def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+    def log_progress(self, ref: jaxft.TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Pass the metrics on."""
         self._instance.log_progress(_ref(ref), metrics, output_dir)
 
 
-def _ref(ref: TrainingJobRef) -> toolkit.TrainingJobRef:
+def _ref(ref: jaxft.TrainingJobRef) -> toolkit.TrainingJobRef:
     return toolkit.TrainingJobRef.model_validate(ref.model_dump())
 
 
@@ -115,5 +226,5 @@ async def foreign_adapter(config: ForeignAdapterConfig, builder: Any) -> AsyncIt
     yield ForeignAdapter(config)
 
 
-REGISTRY.add(TrajectoryBuilderConfig, ForeignBuilderConfig, foreign_builder)
-REGISTRY.add(TrainerAdapterConfig, ForeignAdapterConfig, foreign_adapter)
+REGISTRY.add(jaxft.TrajectoryBuilderConfig, ForeignBuilderConfig, foreign_builder)
+REGISTRY.add(jaxft.TrainerAdapterConfig, ForeignAdapterConfig, foreign_adapter)

@@ -7,6 +7,7 @@ component, and the metrics under the toolkit's names in `finetuning.output_dir`.
 import asyncio
 import json
 import shlex
+import shutil
 import sys
 from contextlib import AsyncExitStack
 from datetime import datetime
@@ -21,18 +22,16 @@ from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
 from nat.finetuning.interfaces.trajectory_builder import TrajectoryBuilder
 from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 
+import jaxft
 from jaxft.errors import ConfigError, Stopped
-from jaxft.harness import contracts, data_models
-from jaxft.harness.datasets import checked_items
 from jaxft.harness.session import resume_command
 from jaxft.harness.signals import Shutdown
-from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
+from jaxft.nat.foreign import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
 from jaxft.nat.live import toolkit_episodes
-from jaxft.nat.metric_files import write_toolkit_files
 from jaxft.nat.run import Run, open_parts, open_run, open_run_or_none
 from jaxft.nat.workflow import Output, read_dataset
-from jaxft.shipped.rollout_builder import RolloutBuilder
 
+UNINITIALIZED = "not initialized: call initialize(run_config) first"
 DEFAULT_FOLDER = Path("./.tmp/nat/finetuning")
 """Folder of the files of progress without an `output_dir`, as for the toolkit's own parts."""
 
@@ -40,7 +39,7 @@ DEFAULT_FOLDER = Path("./.tmp/nat/finetuning")
 async def _run_of(run_config: FinetuneConfig | None) -> Run:
     """Return the open run, opened for jaxft's parts alone if the trainer is a foreign one."""
     if run_config is None:
-        raise RuntimeError("not initialized: call initialize(run_config) first")
+        raise RuntimeError(UNINITIALIZED)
     return open_run_or_none() or await open_parts(run_config)
 
 
@@ -57,11 +56,10 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
         """Episodes per example."""
         return self.trajectory_builder_config.num_generations
 
-    async def own(self) -> RolloutBuilder:
+    async def own(self) -> jaxft.TrajectoryBuilder:
         """Return jaxft's builder."""
         run = await _run_of(self.run_config)
         found = await run.session.builder.get_trajectory_builder(self.run_config.trajectory_builder or "")
-        assert isinstance(found, RolloutBuilder)
         if found.run_config is None:
             await found.initialize(run.session.config.finetuning)
         return found
@@ -89,8 +87,7 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
             raise ConfigError(
                 ["--validation_config_file: a foreign trainer validates with the workflow of --config_file only"]
             )
-        examples = checked_items(read_dataset(run.toolkit, str(options.dataset)), str(options.dataset))
-        outcomes = await own.evaluation.validate(examples)
+        outcomes = await own.evaluation.validate(read_dataset(run.toolkit, str(options.dataset)))
         return _evaluation_output(own.evaluation.summarize(outcomes))
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
@@ -112,7 +109,7 @@ class JaxftTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         await _run_of(run_config)
 
-    async def own(self) -> contracts.TrainerAdapter:
+    async def own(self) -> jaxft.TrainerAdapter:
         """Return jaxft's adapter."""
         run = await _run_of(self.run_config)
         found = await run.session.adapter()
@@ -155,7 +152,7 @@ class JaxftTrainer(Trainer):
         super().__init__(trainer_config, **kwargs)
         self._run: Run | None = None
         self._closing = AsyncExitStack()
-        self._own: contracts.Trainer | None = None
+        self._own: jaxft.Trainer | None = None
         self._statuses: list[TrainingJobStatus] = []
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
@@ -175,7 +172,7 @@ class JaxftTrainer(Trainer):
             await self.cleanup()
             raise
 
-    async def own(self) -> contracts.Trainer:
+    async def own(self) -> jaxft.Trainer:
         """Return jaxft's trainer."""
         if self._own is None:
             self._own = await self._open.session.trainer()
@@ -183,15 +180,9 @@ class JaxftTrainer(Trainer):
         return self._own
 
     @property
-    def _made(self) -> contracts.Trainer:
-        if self._own is None:
-            raise RuntimeError("not initialized: call initialize(run_config) first")
-        return self._own
-
-    @property
     def _open(self) -> Run:
         if self._run is None:
-            raise RuntimeError("not initialized: call initialize(run_config) first")
+            raise RuntimeError(UNINITIALIZED)
         return self._run
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
@@ -214,7 +205,7 @@ class JaxftTrainer(Trainer):
             asyncio.get_running_loop().call_soon(sys.exit, shutdown.exit_code)
             await asyncio.get_running_loop().create_future()
         finally:
-            write_toolkit_files(session.directory, session.config.finetuning.output_dir.parent)
+            write_toolkit_files(session.directory.path, session.config.finetuning.output_dir.parent)
         session.write_result(
             {
                 "num_epochs": session.config.finetuning.num_epochs,
@@ -249,12 +240,16 @@ class JaxftTrainer(Trainer):
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
         """Return the groups that the curriculum chooses for an epoch."""
-        chosen = self._made.apply_curriculum_learning(from_toolkit_collection(trajectory_collection), epoch)
+        if self._own is None:
+            raise RuntimeError(UNINITIALIZED)
+        chosen = self._own.apply_curriculum_learning(from_toolkit_collection(trajectory_collection), epoch)
         return to_toolkit_collection(chosen)
 
     def get_curriculum_state(self) -> dict[str, Any]:
         """Return the state of the curriculum."""
-        return self._made.get_curriculum_state()
+        if self._own is None:
+            raise RuntimeError(UNINITIALIZED)
+        return self._own.get_curriculum_state()
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Append the metrics to `trainer_progress.jsonl`; a run writes its own files as it goes."""
@@ -273,20 +268,20 @@ def _append(file: Path, row: dict[str, Any]) -> None:
         lines.write(json.dumps({"timestamp": datetime.now().isoformat(), **row}, default=str) + "\n")
 
 
-def _own_ref(ref: TrainingJobRef) -> data_models.TrainingJobRef:
+def _own_ref(ref: TrainingJobRef) -> jaxft.TrainingJobRef:
     """Return the reference of jaxft's job, whose id is its own."""
     job = (ref.metadata or {}).get("job", ref.run_id)
-    return data_models.TrainingJobRef(run_id=job, backend=ref.backend)
+    return jaxft.TrainingJobRef(run_id=job, backend=ref.backend)
 
 
-def _status(ref: TrainingJobRef, status: data_models.TrainingJobStatus) -> TrainingJobStatus:
+def _status(ref: TrainingJobRef, status: jaxft.TrainingJobStatus) -> TrainingJobStatus:
     return to_toolkit_status(status).model_copy(update={"run_id": ref.run_id})
 
 
-def _evaluation_output(output: data_models.EvaluationRunOutput) -> EvaluationRunOutput:
+def _evaluation_output(output: jaxft.EvaluationRunOutput) -> EvaluationRunOutput:
     """Return the results of an evaluation in the toolkit's classes."""
 
-    def item(given: data_models.EvalInputItem) -> EvalInputItem:
+    def item(given: jaxft.EvalInputItem) -> EvalInputItem:
         made = given.output_obj if isinstance(given.output_obj, Output) else Output(None, [])
         return EvalInputItem(
             id=given.id,
@@ -297,7 +292,7 @@ def _evaluation_output(output: data_models.EvaluationRunOutput) -> EvaluationRun
             full_dataset_entry=given.full_dataset_entry,
         )
 
-    def verdicts(given: data_models.EvalOutput) -> EvalOutput:
+    def verdicts(given: jaxft.EvalOutput) -> EvalOutput:
         # A failed episode scores 0.0, as in the toolkit, which adds the scores up.
         items = [
             EvalOutputItem(id=each.id, score=each.score or 0.0, reasoning=each.reasoning, error=each.error)
@@ -321,3 +316,49 @@ def _resume_command(trainer: str) -> str:
     given = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
     option = f"-o trainers.{trainer}.resume true"
     return given if option in given else f"{given} {option}"
+
+
+NAMES = {
+    "avg_reward": "reward_mean",
+    "min_reward": "reward_min",
+    "max_reward": "reward_max",
+    "num_groups": "groups",
+    "filtered_groups": "curriculum_groups",
+    "filtered_avg_reward": "reward_mean_chosen",
+    "curriculum_percentile": "curriculum_percentile",
+}
+"""The toolkit's names of metrics, and jaxft's."""
+
+
+def write_toolkit_files(own: Path, folder: Path) -> None:
+    """Write the files that the toolkit's own trainers leave in `finetuning.output_dir`, as far as the run has come.
+
+    Rows have no timestamps, and hold jaxft's metrics, too.
+
+    Args:
+        own: jaxft's run directory.
+        folder: `finetuning.output_dir`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = own / "training_metrics.jsonl"
+    if metrics.is_file():
+        rows = [_row(json.loads(line)) for line in metrics.read_text("utf-8").splitlines()]
+        (folder / "training_metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        names = ("epoch", "avg_reward", "min_reward", "max_reward", "num_trajectories")
+        history = [{name: row[name] for name in names} for row in rows]
+        (folder / "reward_history.json").write_text(json.dumps(history, indent=2), "utf-8")
+    for name in ("validation_history.json", "curriculum_state.json", "reward_plot.png"):
+        if (own / name).is_file():
+            shutil.copyfile(own / name, folder / name)
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of metrics with the toolkit's names, then jaxft's; a metric without a value is None."""
+    left_out = row.get("failed_episodes", 0) - row.get("penalized_episodes", 0) + row.get("dropped_episodes", 0)
+    named = {name: row.get(own) for name, own in NAMES.items()} | {
+        "num_trajectories": row.get("episodes", 0) - left_out
+    }
+    if "curriculum_percentile" not in row:
+        named |= {"filtered_groups": named["num_groups"], "filtered_avg_reward": named["avg_reward"]}
+        named["curriculum_percentile"] = 1.0
+    return {"epoch": row["epoch"], "run_id": f"epoch_{row['epoch']:05d}", **named, **row}

@@ -3,8 +3,8 @@
 The components themselves are imported when the toolkit makes them: every `nat` command imports this module.
 """
 
-from collections.abc import AsyncIterator
-from functools import partial
+import pkgutil
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from nat.builder.framework_enum import LLMFrameworkEnum
@@ -29,41 +29,19 @@ async def jaxft_policy(config: Any, builder: Any) -> AsyncIterator[LLMProviderIn
 @register_llm_client(config_type=PolicyConfig, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
 async def jaxft_policy_langchain(config: Any, builder: Any) -> AsyncIterator[Any]:
     """Yield LangChain's chat model of a policy. It is light, and leaves the policy open."""
-    from jaxft.nat.chat_model import PolicyChatModel
-    from jaxft.nat.run import find_policy
-
-    names = ("temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs")
-    defaults = {name: dict(config)[name] for name in names}
-    yield PolicyChatModel(model_name=config.model_name, find_policy=partial(find_policy, config), defaults=defaults)
+    yield pkgutil.resolve_name("jaxft.nat.run:chat_model")(config)
 
 
-@register_trajectory_builder(config_type=BuilderConfig)
-async def jaxft_trajectory_builder(config: Any, builder: Any) -> AsyncIterator[Any]:
-    """Yield the builder that makes a group of episodes of each example."""
-    from jaxft.nat.parts import JaxftTrajectoryBuilder
+def _part(name: str) -> Callable[[Any, Any], AsyncIterator[Any]]:
+    """Return the factory of a class of `jaxft.nat.parts`."""
 
-    yield JaxftTrajectoryBuilder(config)
+    async def make(config: Any, builder: Any) -> AsyncIterator[Any]:
+        yield pkgutil.resolve_name(f"jaxft.nat.parts:{name}")(config)
 
-
-@register_trainer(config_type=GRPOConfig)
-async def jaxft_trainer(config: Any, builder: Any) -> AsyncIterator[Any]:
-    """Yield the trainer of groups of episodes."""
-    from jaxft.nat.parts import JaxftTrainer
-
-    yield JaxftTrainer(config)
+    return make
 
 
-@register_trainer(config_type=DPOConfig)
-async def jaxft_dpo_trainer(config: Any, builder: Any) -> AsyncIterator[Any]:
-    """Yield the trainer of preference pairs."""
-    from jaxft.nat.parts import JaxftTrainer
-
-    yield JaxftTrainer(config)
-
-
-@register_trainer_adapter(config_type=AdapterConfig)
-async def jaxft_trainer_adapter(config: Any, builder: Any) -> AsyncIterator[Any]:
-    """Yield the adapter that trains a policy in this process."""
-    from jaxft.nat.parts import JaxftTrainerAdapter
-
-    yield JaxftTrainerAdapter(config)
+register_trajectory_builder(config_type=BuilderConfig)(_part("JaxftTrajectoryBuilder"))
+register_trainer_adapter(config_type=AdapterConfig)(_part("JaxftTrainerAdapter"))
+register_trainer(config_type=GRPOConfig)(_part("JaxftTrainer"))
+register_trainer(config_type=DPOConfig)(_part("JaxftTrainer"))

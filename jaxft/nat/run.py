@@ -6,11 +6,11 @@ checkpoints. With a foreign trainer only jaxft's parts are made; it stays open u
 
 import asyncio
 import logging
-import tempfile
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,18 @@ from nat.utils.data_models.schema_validator import validate_schema
 from pydantic import BaseModel
 
 from jaxft.errors import ComponentError, ConfigError, RunDirectoryError
-from jaxft.harness.component_builder import ComponentBuilder
-from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig
+from jaxft.harness.commands import open_models
+from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig, ValidationConfig
+from jaxft.harness.config_types import RewardFunctionConfig
 from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.datasets import checked_items
-from jaxft.harness.evaluation import Validation
 from jaxft.harness.process import prepare_process
 from jaxft.harness.registry import (
-    ComponentConfig,
+    EvaluatorConfig,
     LLMConfig,
-    TrainerAdapterConfig,
-    TrainerConfig,
-    TrajectoryBuilderConfig,
 )
 from jaxft.harness.session import Session, open_session
-from jaxft.nat.configs import OWN, PolicyConfig, own_config
+from jaxft.nat.chat_model import PolicyChatModel
+from jaxft.nat.configs import FINETUNING, OWN, PolicyConfig, own_config
 from jaxft.nat.foreign import ForeignAdapterConfig, ForeignBuilderConfig
 from jaxft.nat.live import live_policy, published, toolkit_episodes
 from jaxft.nat.workflow import (
@@ -46,18 +43,11 @@ from jaxft.nat.workflow import (
     ToolkitWorkflowConfig,
     described,
     in_one_task,
-    read_dataset,
 )
 from jaxft.rollout.client import ChatClient
-from jaxft.runs.console import current_console
-from jaxft.runs.directory import RunDirectory
 
 FOLDER = "jaxft"
 """Folder in `finetuning.output_dir` that is jaxft's run directory; the toolkit's own files stand beside it."""
-
-
-KEPT = ("checkpoints", "loggers")
-"""Fields of jaxft's section `finetuning` that stand in the toolkit's trainer."""
 
 
 @dataclass
@@ -139,8 +129,9 @@ async def open_run(
                 stack.enter_context(published(llm.model_name, client))
         examples = await session.builder.get_dataset()
         stack.enter_context(toolkit_episodes.recording(config.finetuning.seed, examples))
-        if options.validation_dataset is not None and is_whole:
-            await _bind_validation(session, toolkit, options, stack)
+        if config.eval.validation is not None and options.validation_config_file is not None:
+            file = options.validation_config_file
+            session.builder.validation = _validation_config(config, file, options.result_json_path)
         _run = Run(toolkit, options, session)
         try:
             yield _run
@@ -207,26 +198,13 @@ def _config(
         for name, llm in toolkit.llms.items()
         if isinstance(llm, PolicyConfig)
     }
-    builders: dict[str, TrajectoryBuilderConfig] = {}
-    adapters: dict[str, TrainerAdapterConfig] = {}
-    trainers: dict[str, TrainerConfig] = {}
-    parts: list[tuple[dict[str, Any], dict[str, Any], str | None, Any, type[ComponentConfig]]] = [
-        (
-            builders,
-            toolkit.trajectory_builders,
-            finetuning.trajectory_builder,
-            trajectory_builder,
-            ForeignBuilderConfig,
-        ),
-        (adapters, toolkit.trainer_adapters, finetuning.trainer_adapter, trainer_adapter, ForeignAdapterConfig),
-    ]
-    for own, given, name, instance, foreign in parts:
-        if type(given[name or ""]) in OWN:
-            own[name or ""] = own_config(given[name or ""], OWN[type(given[name or ""])])
-        elif instance is not None:
-            own[name or ""] = foreign(instance=instance, described=described(given[name or ""]))  # type: ignore[call-arg]
+    builders = _part(
+        toolkit.trajectory_builders, finetuning.trajectory_builder, trajectory_builder, ForeignBuilderConfig
+    )
+    adapters = _part(toolkit.trainer_adapters, finetuning.trainer_adapter, trainer_adapter, ForeignAdapterConfig)
+    trainers: dict[str, Any] = {}
     if trainer is not None and finetuning.trainer is not None:
-        trainers[finetuning.trainer] = own_config(trainer, OWN[type(trainer)])  # type: ignore[assignment]
+        trainers[finetuning.trainer] = own_config(trainer, OWN[type(trainer)])
     kept = {} if trainer is None else dict(trainer)
     if kept.get("examples_per_update") and any(isinstance(each, ForeignBuilderConfig) for each in builders.values()):
         raise ConfigError(
@@ -235,20 +213,28 @@ def _config(
                 "runs the whole dataset in every epoch: leave it out, or use a jaxft_trajectory_builder"
             ]
         )
+    validation = None
+    if options.validation_dataset is not None and trainer is not None:
+        validation = ValidationConfig(
+            dataset=ToolkitDatasetConfig(toolkit=toolkit, file=str(options.validation_dataset)),
+            interval=options.validation_interval,
+            temperature=kept["validation_temperature"],
+            num_generations=kept["validation_generations"],
+        )
     reward = finetuning.reward_function
     return Config(
         llms=llms,
-        workflow=ToolkitWorkflowConfig(
-            toolkit=toolkit, result_json_path=options.result_json_path, described=described(toolkit)
-        ),
+        workflow=_workflow(toolkit, options.result_json_path),
         eval=EvalConfig(
             general=EvalGeneralConfig(
                 max_concurrency=max(toolkit.eval.general.max_concurrency, 1),
+                timeout_seconds=kept.get("timeout_seconds", 3600.0),
                 dataset=ToolkitDatasetConfig(
                     toolkit=toolkit, file=None if options.dataset is None else str(options.dataset)
                 ),
             ),
-            evaluators={name: ToolkitEvaluatorConfig(evaluator=name) for name in toolkit.eval.evaluators},
+            validation=validation,
+            evaluators=_evaluators(toolkit),
         ),
         trajectory_builders=builders,
         trainer_adapters=adapters,
@@ -265,9 +251,17 @@ def _config(
             target_functions=tuple(finetuning.target_functions),
             target_model=_llm_name(toolkit, finetuning.target_model),
             curriculum_learning=finetuning.curriculum_learning.model_dump(),
-            **{name: kept[name] for name in KEPT if name in kept},
+            **{name: kept[name] for name in FINETUNING if name in kept},
         ),
     )
+
+
+def _part(given: dict[str, Any], name: str | None, instance: Any, foreign: Any) -> dict[str, Any]:
+    """Return the configuration of a builder or an adapter, by its name; empty if it is left to a foreign trainer."""
+    config = given[name or ""]
+    if type(config) in OWN:
+        return {name or "": own_config(config, OWN[type(config)])}
+    return {} if instance is None else {name or "": foreign(instance=instance, described=described(config))}
 
 
 def _seed(toolkit: ToolkitConfig, finetuning: ToolkitFinetuneConfig) -> int:
@@ -290,48 +284,40 @@ def _llm_name(toolkit: ToolkitConfig, model: str | None) -> str | None:
     return names[0] if names else model
 
 
-async def _bind_validation(
-    session: Session, toolkit: ToolkitConfig, options: FinetuneRunConfig, stack: AsyncExitStack
-) -> None:
-    """Give the trajectory builder the validation that the command line asks for."""
-    source, reward = session.builder, session.config.finetuning.reward_function
-    if options.validation_config_file is not None:
-        toolkit = load_config(options.validation_config_file)
-        for name, llm in toolkit.llms.items():
-            if isinstance(llm, PolicyConfig) and live_policy(llm.model_name) is None:
-                raise ConfigError(
-                    [
-                        f"{options.validation_config_file}: llms.{name}.model_name: '{llm.model_name}' is no policy of "
-                        "this run: give it the model_name of the policy in training"
-                    ]
-                )
-        other = toolkit.finetuning.reward_function
-        name = reward.name if other is None and reward is not None else other.name if other is not None else None
-        if name not in toolkit.eval.evaluators:
-            raise ConfigError([f"{options.validation_config_file}: eval.evaluators has no '{name}', the reward"])
-        config = session.config.model_copy(
-            update={
-                "workflow": ToolkitWorkflowConfig(
-                    toolkit=toolkit, result_json_path=options.result_json_path, described=described(toolkit)
-                ),
-                "eval": session.config.eval.model_copy(
-                    update={
-                        "evaluators": {name: ToolkitEvaluatorConfig(evaluator=name) for name in toolkit.eval.evaluators}
-                    }
-                ),
-            }
-        )
-        reward = None if name is None else FinetuneConfig(reward_function={"name": name}).reward_function  # type: ignore[arg-type]
-        source = await stack.enter_async_context(
-            ComponentBuilder(config, session.directory, session.console, lender=session.builder)
-        )
-    dataset = str(options.validation_dataset)
-    examples = checked_items(await asyncio.to_thread(read_dataset, toolkit, dataset), dataset)
-    evaluation = await source.make_evaluation(reward, counted_with=await session.builder.get_evaluation())
-    builder = await session.builder.get_trajectory_builder(session.config.finetuning.trajectory_builder or "")
-    await builder.bind_validation(
-        Validation(evaluation, examples, options.validation_interval, temperature=0.0, num_generations=1)
+def _validation_config(config: Config, file: Path, result_json_path: str) -> Config:
+    """Return the configuration of a validation with the workflow and the evaluators of another file of the toolkit."""
+    toolkit, reward = load_config(file), config.finetuning.reward_function
+    for name, llm in toolkit.llms.items():
+        if isinstance(llm, PolicyConfig) and live_policy(llm.model_name) is None:
+            fault = f"'{llm.model_name}' is no policy of this run: give it the model_name of the policy in training"
+            raise ConfigError([f"{file}: llms.{name}.model_name: {fault}"])
+    other = toolkit.finetuning.reward_function
+    if other is not None:
+        reward = RewardFunctionConfig(name=other.name)
+    if reward is None or reward.name not in toolkit.eval.evaluators:
+        raise ConfigError([f"{file}: eval.evaluators has no '{reward and reward.name}', the reward"])
+    return config.model_copy(
+        update={
+            "workflow": _workflow(toolkit, result_json_path),
+            "eval": config.eval.model_copy(update={"evaluators": _evaluators(toolkit)}),
+            "finetuning": config.finetuning.model_copy(update={"reward_function": reward}),
+        }
     )
+
+
+def _workflow(toolkit: ToolkitConfig, result_json_path: str) -> ToolkitWorkflowConfig:
+    return ToolkitWorkflowConfig(toolkit=toolkit, result_json_path=result_json_path, described=described(toolkit))
+
+
+def _evaluators(toolkit: ToolkitConfig) -> dict[str, EvaluatorConfig]:
+    return {name: ToolkitEvaluatorConfig(evaluator=name) for name in toolkit.eval.evaluators}
+
+
+def chat_model(config: Any) -> PolicyChatModel:
+    """Return LangChain's chat model of a policy."""
+    names = ("temperature", "top_p", "top_k", "max_tokens", "chat_template_kwargs")
+    defaults = {name: dict(config)[name] for name in names}
+    return PolicyChatModel(model_name=config.model_name, find_policy=partial(find_policy, config), defaults=defaults)
 
 
 async def find_policy(config: Any) -> ChatClient:
@@ -356,15 +342,9 @@ def _lock() -> asyncio.Lock:
 @asynccontextmanager
 async def _policy_alone(config: Any) -> AsyncIterator[None]:
     """Make a policy without a run."""
-    name, nothing = config.model_name, ToolkitDatasetConfig(toolkit=None)
-    own = Config(
-        llms={name: own_config(config, OWN[PolicyConfig])},  # type: ignore[dict-item]
-        workflow=ToolkitWorkflowConfig(toolkit=None),
-        eval=EvalConfig(general=EvalGeneralConfig(dataset=nothing)),
-        finetuning=FinetuneConfig(seed=config.seed),
-    )
+    name = config.model_name
     _prepare_process()
-    with tempfile.TemporaryDirectory() as folder, RunDirectory.create(Path(folder) / "run") as directory:
-        async with ComponentBuilder(own, directory, current_console()) as builder:
-            with published(name, await builder.get_llm(name), is_alone=True):
-                yield
+    own = Config.model_construct(llms={name: own_config(config, OWN[PolicyConfig])})
+    async with open_models(own, seed=config.seed) as builder:
+        with published(name, await builder.get_llm(name), is_alone=True):
+            yield

@@ -28,8 +28,8 @@ from nat.plugins.profiler.decorators.framework_wrapper import callback_handler_v
 from nat.runtime.session import SessionManager
 from pydantic import BaseModel, Field
 
+import jaxft
 from jaxft.errors import ComponentError, DatasetError
-from jaxft.harness import data_models
 from jaxft.harness.config import secrets_of
 from jaxft.harness.registry import REGISTRY, DatasetConfig, EvaluatorConfig, WorkflowConfig
 from jaxft.redaction import map_texts
@@ -62,7 +62,7 @@ class ToolkitEvaluatorConfig(EvaluatorConfig, name="nat_evaluator"):
     evaluator: str
 
 
-def read_dataset(toolkit: ToolkitConfig, file: str | None = None) -> list[data_models.EvalInputItem]:
+def read_dataset(toolkit: ToolkitConfig, file: str | None = None) -> list[jaxft.EvalInputItem]:
     """Return the examples of a toolkit configuration, as its own evaluation reads them.
 
     Args:
@@ -87,7 +87,7 @@ def read_dataset(toolkit: ToolkitConfig, file: str | None = None) -> list[data_m
     except Exception as error:  # its parsers raise whatever pandas and the file system raise
         raise DatasetError(f"{file or 'eval.general.dataset'}: the toolkit cannot read it: {error}") from error
     return [
-        data_models.EvalInputItem(
+        jaxft.EvalInputItem(
             id=str(item.id),
             input_obj=item.input_obj,
             expected_output_obj=item.expected_output_obj,
@@ -231,7 +231,7 @@ async def toolkit_evaluator(config: ToolkitEvaluatorConfig, builder: Any) -> Asy
     workflow = await builder.get_workflow()
     evaluator = workflow.builder.get_evaluator(config.evaluator)
 
-    async def score(item: data_models.EvalInputItem) -> data_models.EvalOutputItem:
+    async def score(item: jaxft.EvalInputItem) -> jaxft.EvalOutputItem:
         output: Output = item.output_obj
         given = EvalInputItem(
             id=item.id,
@@ -246,7 +246,7 @@ async def toolkit_evaluator(config: ToolkitEvaluatorConfig, builder: Any) -> Asy
         is_number = isinstance(verdict.score, int | float) and math.isfinite(verdict.score)
         if not is_number and named is None and not isinstance(verdict.score, float | None):
             raise TypeError(f"the score is {verdict.score!r}; wanted a number, named numbers, or None")
-        return data_models.EvalOutputItem(
+        return jaxft.EvalOutputItem(
             id=item.id,
             score=verdict.score if is_number else None,
             named_scores=named,
@@ -315,7 +315,7 @@ async def in_one_task(manager: AbstractAsyncContextManager[T]) -> AsyncIterator[
             await holding
 
 
-async def toolkit_dataset(config: ToolkitDatasetConfig, builder: Any) -> AsyncIterator[list[data_models.EvalInputItem]]:
+async def toolkit_dataset(config: ToolkitDatasetConfig, builder: Any) -> AsyncIterator[list[jaxft.EvalInputItem]]:
     """Yield the examples."""
     yield await asyncio.to_thread(partial(read_dataset, config.toolkit, config.file))
 

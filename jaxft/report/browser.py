@@ -20,7 +20,7 @@ from jaxft.report.episodes import Fragment, Scale, fragment, scale_of
 from jaxft.report.markup import Markup, tag
 from jaxft.report.page import section
 from jaxft.report.samples import Place, read_episodes, spread
-from jaxft.runs.directory import PAIRS_FILE
+from jaxft.runs.files import PAIRS_FILE
 from jaxft.runs.records import unreadable
 
 BLOCK = 50

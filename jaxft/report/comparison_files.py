@@ -12,7 +12,7 @@ from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
 from jaxft.report.comparison import Comparison, comparison_json
 from jaxft.report.comparison_page import comparison_page
 from jaxft.report.comparison_plots import comparison_png
-from jaxft.runs.directory import CONFIG_FILE
+from jaxft.runs.files import CONFIG_FILE
 
 FOLDER_NAME = "compare"
 

@@ -22,7 +22,7 @@ from jaxft.report.markup import tag
 from jaxft.report.overview import configuration_section, faults_section, header
 from jaxft.report.page import page
 from jaxft.report.samples import find_episodes
-from jaxft.runs.directory import SAMPLES_FILE
+from jaxft.runs.files import SAMPLES_FILE
 from jaxft.runs.records import RunRecords, read_run
 
 REPORT_FILE = "report.html"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxft.runs.directory import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE
+from jaxft.runs.files import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE
 from jaxft.runs.records import Row, unreadable
 
 _SCORES_NAME = Path(TOKEN_SCORES_FILE).name

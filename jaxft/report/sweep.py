@@ -29,8 +29,9 @@ from jaxft.report.sweep_grid import SEED, Grid, GridRun, make_grid, parse_seeds,
 from jaxft.report.sweep_jobs import Job, divide_machine, ending_of, last_lines, progress_of, run_jobs, visible_gpus
 from jaxft.report.sweep_state import LOG_FOLDER, Sweep, SweepRun, read_state
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import CONFIG_FILE, holder_of_lock, holds_run
+from jaxft.runs.directory import holder_of_lock
 from jaxft.runs.environment import masked_command, version
+from jaxft.runs.files import CONFIG_FILE, holds_run
 
 MAKING_SEVERAL = ("seeds", "list", "jobs")
 """Options of which a script needs one to make several runs."""

@@ -20,8 +20,8 @@ from jaxft.harness.output_fields import OUTPUT_DIR
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.redaction import hiding
 from jaxft.report.sweep_grid import GridRun, Overrides
-from jaxft.runs.directory import CONFIG_FILE
 from jaxft.runs.environment import secrets_of_environment
+from jaxft.runs.files import CONFIG_FILE
 
 Load = Callable[[Overrides], Config]
 """Loads the configuration of the command line with further overrides."""

@@ -22,7 +22,7 @@ from jaxft.errors import ConfigError
 from jaxft.harness.signals import current_shutdown
 from jaxft.hosts.launch import START
 from jaxft.report.sweep_state import SweepRun
-from jaxft.runs.directory import METRICS_FILE
+from jaxft.runs.files import METRICS_FILE
 
 TAIL_BYTES = 8192
 

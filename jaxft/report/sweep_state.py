@@ -17,8 +17,8 @@ from jaxft.errors import RunDirectoryError
 from jaxft.files import MANIFEST, disk_errors, json_bytes, replace_file
 from jaxft.redaction import MASK
 from jaxft.report.sweep_grid import Overrides
-from jaxft.runs.directory import holds_run
 from jaxft.runs.environment import is_secret_name, masked_command
+from jaxft.runs.files import holds_run
 
 STATE_FILE = "sweep.json"
 LOCK_FILE = "sweep.lock"

@@ -13,106 +13,21 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from jaxft.errors import RunDirectoryError
-from jaxft.files import MANIFEST, disk_errors, json_bytes, replace_file, sync_folder, with_non_finite_named
-
-CONFIG_FILE = "config.yml"
-ENVIRONMENT_FILE = "environment.json"
-RESUME_COMMAND = "resume_command"
-"""Key of `ENVIRONMENT_FILE` with the command that resumes the run."""
-RESULT_FILE = "result.json"
-METRICS_FILE = "training_metrics.jsonl"
-TIMINGS_FILE = "timings.jsonl"
-REWARD_HISTORY_FILE = "reward_history.json"
-VALIDATION_HISTORY_FILE = "validation_history.json"
-CURRICULUM_FILE = "curriculum_state.json"
-SAMPLES_FILE = "trajectories/samples.jsonl"
-EPISODE_REWARDS_FILE = "trajectories/rewards.jsonl"
-"""Log with the rewards of every episode, one line per epoch."""
-TOKEN_SCORES_FILE = "trajectories/token_scores.jsonl"
-"""Log with the advantages and entropies of the tokens of the episodes in `SAMPLES_FILE` that were trained."""
-PAIRS_FILE = "trajectories/pairs.jsonl"
-RESUMES_FILE = "resumes.jsonl"
-PLOT_FILE = "reward_plot.png"
-"""Log with one line per resume of the run."""
-LOG_FILE = "run.log"
-"""Log of the console output and of `logging`."""
-NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard", "wandb", "loggers")
-"""Logs whose size a checkpoint does not record, so that a resume never truncates them."""
-
-# All files of a run: `overwrite` removes them. The two lock files stay: they belong to whoever holds the lock.
-RUN_FILES = (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    RESUMES_FILE,
-    LOG_FILE,
-    RESULT_FILE,
-    "evaluation.json",
-    METRICS_FILE,
-    TIMINGS_FILE,
-    REWARD_HISTORY_FILE,
-    VALIDATION_HISTORY_FILE,
-    CURRICULUM_FILE,
-    "reward_plot.png",
-    "report.html",
-    "tensorboard",
-    "wandb",
-    "loggers",  # for files of loggers that do not come with jaxft
-    "trajectories",
-    "bad_batches",
-    "checkpoints",
-    "model",
-    "extra",  # for files that components name themselves
+from jaxft.files import disk_errors, json_bytes, replace_file, sync_folder, with_non_finite_named
+from jaxft.runs.files import (
+    ASIDE,
+    HOLDER_FILE,
+    LOCK_FILE,
+    MOVING,
+    NO_LOGS,
+    REMOVED,
+    RUN_FILES,
+    holds_run,
+    is_run,
+    is_saved,
+    run_files,
+    ways_on,
 )
-LOCK_FILE = "LOCK"
-HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also marks a directory that a run made
-
-# Folders with the files of an earlier run, until the run that overwrites it has a checkpoint. Each change from one name
-# to the next is one rename, so that a process may be killed at any moment:
-ASIDE = ".earlier_run"  # the earlier run; the directory itself holds the new one
-MOVING = ".earlier_run.moving"  # a part of the earlier run; the directory itself holds the rest
-REMOVED = ".earlier_run.removed"  # about to be deleted
-
-
-def holds_run(path: Path) -> bool:
-    """Return True if a folder holds files because of which a new run is refused."""
-    return bool(_run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
-
-
-def environment_of(path: Path) -> dict[str, Any]:
-    """Return the content of a run's `ENVIRONMENT_FILE`; nothing if it cannot be read."""
-    try:
-        about = json.loads((path / ENVIRONMENT_FILE).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def ways_on(path: Path) -> str:
-    """Return what to do about a folder that holds a run; one that was cut off is best resumed by its own command."""
-    command = None if (path / RESULT_FILE).exists() else environment_of(path).get(RESUME_COMMAND)
-    return ("" if command is None else f"continue it with `{command}`, ") + "give another output_dir, or --overwrite"
-
-
-def is_run(path: Path) -> bool:
-    """Return True if a folder has results of training: a finished checkpoint, a row of metrics, a result or a model.
-
-    A failed start leaves none of these, so it may be repeated without `overwrite`.
-    """
-    return _has_rows(path) or _is_saved(path)
-
-
-def _has_rows(path: Path) -> bool:
-    metrics = path / METRICS_FILE
-    return metrics.is_file() and metrics.stat().st_size > 0
-
-
-def _is_saved(path: Path) -> bool:
-    """Return True if a run may replace an earlier one: it has a checkpoint, result or model, or metrics without any."""
-    return (
-        any(os.path.lexists(path / name) for name in ("result.json", "model"))
-        or any(path.glob(f"checkpoints/*/{MANIFEST}"))
-        or (_has_rows(path) and not (path / "checkpoints").exists())
-    )
 
 
 def bring_back_earlier_run(path: Path) -> bool:
@@ -143,10 +58,6 @@ def holder_of_lock(path: Path) -> str | None:
         return None
     lock.release()
     return None
-
-
-def _run_files(path: Path) -> list[str]:
-    return [name for name in RUN_FILES if os.path.lexists(path / name)]
 
 
 class RunDirectory:
@@ -184,73 +95,53 @@ class RunDirectory:
             RunDirectoryError: the directory is not writable, is locked by another process, or holds a run.
         """
         directory = cls._locked(Path(path), make=True)
-        try:
-            directory._recover()
+        with directory._closed_if_refused():
             earlier = directory._replaceable(overwrite)
-            directory._write_holder()
-            directory._earlier = earlier
-        except BaseException:
-            directory.close()
-            raise
+        directory._earlier = earlier
         return directory
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str], *, begun_by: str | None = None) -> "RunDirectory":
+    def open(cls, path: str | os.PathLike[str]) -> "RunDirectory":
         """Lock the directory of an earlier run, to continue it.
 
-        Args:
-            path: the directory.
-            begun_by: a file that every run writes first; a directory with files of a run but without this one is
-                partly removed.
-
         Raises:
-            RunDirectoryError: the directory holds no run or part of one, is not writable, or is locked by another
-                process.
+            RunDirectoryError: the directory holds no run, is not writable, or is locked by another process.
         """
         if not (Path(path) / HOLDER_FILE).is_file():
             raise RunDirectoryError(f"no run to continue in '{path}': create it, or give the directory of a run")
         directory = cls._locked(Path(path), make=False)
+        with directory._closed_if_refused():
+            return directory
+
+    @contextlib.contextmanager
+    def _closed_if_refused(self) -> Iterator[None]:
+        """Finish an interrupted overwrite, make the checks of the body, and write who holds the directory."""
         try:
-            directory._recover()
-            others = [name for name in _run_files(directory.path) if name not in (begun_by, ENVIRONMENT_FILE)]
-            if begun_by is not None and others and not directory.holds(begun_by):
-                raise RunDirectoryError(
-                    f"run directory '{directory.path}' holds {', '.join(others[:3])}, but no {begun_by}: it was being "
-                    "overwritten; begin anew with --overwrite"
-                )
-            directory._write_holder()
+            self._recover()
+            yield
+            with _refused_unless_writable(self.path):
+                self.write_json(HOLDER_FILE, {"pid": os.getpid(), "host": socket.gethostname()})
         except BaseException:
-            directory.close()
+            self.close()
             raise
-        return directory
 
     @classmethod
     def _locked(cls, path: Path, *, make: bool) -> "RunDirectory":
+        if (path / LOCK_FILE).is_symlink():
+            raise RunDirectoryError(
+                f"'{path / LOCK_FILE}' is a symbolic link, through which no run is locked: remove that link"
+            )
         # The lock object is not thread-local, as a run may be closed in another thread than it was opened in.
         lock = FileLock(path / LOCK_FILE, timeout=0, thread_local=False)
-        try:
-            with disk_errors(path):
-                if make:
-                    path.mkdir(parents=True, exist_ok=True)
-                lock.acquire()
-        except Timeout:
-            raise RunDirectoryError(
-                f"run directory '{path}' is in use by {_holder(path)}: wait for that run, or choose another directory"
-            ) from None
-        except (OSError, NotImplementedError, ValueError) as error:  # ValueError: NUL, a lone surrogate
-            if (path / LOCK_FILE).is_symlink():  # opening it with O_NOFOLLOW fails
-                raise RunDirectoryError(
-                    f"'{path / LOCK_FILE}' is a symbolic link, through which no run is locked: remove that link"
-                ) from error
-            raise RunDirectoryError(
-                f"run directory {str(path)!r} cannot be written ({error}): choose one where files can be made and "
-                "locked"
-            ) from error
+        with _refused_unless_writable(path):
+            if make:
+                path.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
         return cls(path.resolve(), lock)
 
     def _replaceable(self, overwrite: bool) -> list[str]:
         """Return the names of the files of a run or of a failed start; raise unless they may be replaced."""
-        present = _run_files(self.path)
+        present = run_files(self.path)
         if not holds_run(self.path):
             return present
         shown = ", ".join(present[:3]) + (", ..." if len(present) > 3 else "")
@@ -269,32 +160,29 @@ class RunDirectory:
             earlier, self._earlier = self._earlier, []
             if not earlier or not self._lock.is_locked:
                 return
+            moving = self.path / MOVING
             try:
-                if is_run(self.path):
-                    self._set_aside(earlier)
-                else:
+                if not is_run(self.path):
                     self._remove(earlier)
+                    return
+                moving.mkdir()
+                for name in earlier:
+                    (self.path / name).rename(moving / name)
+                moving.rename(self.path / ASIDE)
+                sync_folder(self.path)
             except OSError as error:
                 self._recover()
                 raise RunDirectoryError(
                     f"run directory '{self.path}' cannot be cleared ({error}): choose another directory"
                 ) from error
 
-    def _set_aside(self, names: Iterable[str]) -> None:
-        moving = self.path / MOVING
-        moving.mkdir()
-        for name in names:
-            (self.path / name).rename(moving / name)
-        moving.rename(self.path / ASIDE)
-        sync_folder(self.path)
-
     def _recover(self) -> None:
         """Finish an interrupted overwrite: remove the earlier run if the new one is saved, else restore it."""
         aside, moving, removed = (self.path / name for name in (ASIDE, MOVING, REMOVED))
-        if aside.is_dir() and _is_saved(self.path):
-            self._remove_earlier()
+        if aside.is_dir() and is_saved(self.path):
+            aside.rename(removed)
         elif aside.is_dir():
-            self._remove(_run_files(self.path))
+            self._remove(run_files(self.path))
             self._remove(entry.name for entry in list(self.path.glob(".*.tmp")) if entry.name[1:-4] in RUN_FILES)
             aside.rename(moving)
         if moving.is_dir():
@@ -305,26 +193,14 @@ class RunDirectory:
             self.came_back = True
         shutil.rmtree(removed, ignore_errors=True)
 
-    def _remove_earlier(self) -> None:
-        (self.path / ASIDE).rename(self.path / REMOVED)
-        shutil.rmtree(self.path / REMOVED, ignore_errors=True)  # any rest is removed when the directory is next opened
-
     def commit(self) -> None:
         """Remove an earlier run that was set aside, once this one has a checkpoint, a result or a model.
 
         For a run without checkpoints, a row of metrics is enough.
         """
         with self._writing:
-            if (self.path / ASIDE).is_dir() and self._lock.is_locked and _is_saved(self.path):
-                self._remove_earlier()
-
-    def _write_holder(self) -> None:
-        try:
-            self.write_json(HOLDER_FILE, {"pid": os.getpid(), "host": socket.gethostname()})
-        except OSError as error:
-            raise RunDirectoryError(
-                f"run directory '{self.path}' cannot be written ({error}): choose one where files can be made"
-            ) from error
+            if (self.path / ASIDE).is_dir() and self._lock.is_locked and is_saved(self.path):
+                self._recover()
 
     def file(self, name: str) -> Path:
         """Return the absolute path of a file of this run; missing parent folders are created.
@@ -452,8 +328,8 @@ class RunDirectory:
         """Return True if the run has a file or folder of this name."""
         return os.path.lexists(self.path / name)
 
-    def log_sizes(self, *, lines: bool = False) -> dict[str, int]:
-        """Sync every log of the run to the disk, and return its size in bytes (or lines) by name.
+    def log_sizes(self) -> dict[str, int]:
+        """Sync every log of the run to the disk, and return its size in bytes by name.
 
         Raises:
             DiskFull: the disk has no room for them.
@@ -462,8 +338,7 @@ class RunDirectory:
         for path in logs:
             with disk_errors(path), path.open("rb") as stream:
                 os.fsync(stream.fileno())
-                size = stream.read().count(b"\n") if lines else os.fstat(stream.fileno()).st_size
-                sizes[path.relative_to(self.path).as_posix()] = size
+                sizes[path.relative_to(self.path).as_posix()] = os.fstat(stream.fileno()).st_size
         for folder in {path.parent for path in logs}:
             sync_folder(folder)
         return sizes
@@ -474,13 +349,13 @@ class RunDirectory:
         Returns:
             A warning for each log that is shorter than its size in `sizes`.
         """
-        present = {path.relative_to(self.path).as_posix(): path for path in self._logs()}
-        found = {name: path.stat().st_size for name, path in present.items()}
+        found = {path.relative_to(self.path).as_posix(): path.stat().st_size for path in self._logs()}
         with self._writable():
-            for name, path in present.items():
+            for name, size in found.items():
+                path = self.path / name
                 if name not in sizes:
                     path.unlink()
-                elif found[name] > sizes[name]:
+                elif size > sizes[name]:
                     with disk_errors(path):
                         os.truncate(path, sizes[name])
         return [
@@ -527,6 +402,22 @@ class RunDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _refused_unless_writable(path: Path) -> Iterator[None]:
+    """Raise what fails in the body as a `RunDirectoryError`."""
+    try:
+        with disk_errors(path):
+            yield
+    except Timeout:
+        raise RunDirectoryError(
+            f"run directory '{path}' is in use by {_holder(path)}: wait for that run, or choose another directory"
+        ) from None
+    except (OSError, NotImplementedError, ValueError) as error:  # ValueError: NUL, a lone surrogate
+        raise RunDirectoryError(
+            f"run directory {str(path)!r} cannot be written ({error}): choose one where files can be made and locked"
+        ) from error
 
 
 def _append(path: Path, line: bytes) -> None:

@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxft.runs.directory import METRICS_FILE, TIMINGS_FILE, RunDirectory
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.files import METRICS_FILE, TIMINGS_FILE
 
 REWARD = "reward_mean"
 NAMED_REWARD = "reward/"

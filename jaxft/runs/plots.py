@@ -9,7 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from jaxft.runs.directory import PLOT_FILE, RunDirectory
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.files import PLOT_FILE
 
 BAND = "middle half of the examples"
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from jaxft.errors import RunDirectoryError
-from jaxft.runs.directory import (
+from jaxft.runs.files import (
     CONFIG_FILE,
     CURRICULUM_FILE,
     ENVIRONMENT_FILE,

@@ -32,7 +32,8 @@ from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import readable_text
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
-from jaxft.runs.directory import PAIRS_FILE, RunDirectory
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.files import PAIRS_FILE
 from jaxft.shipped.configs import DPOTrainerConfig, DPOTrajectoryBuilderConfig
 from jaxft.shipped.rollout_builder import RolloutBuilder, join_metrics, reward_metrics
 from jaxft.shipped.trainer import LoggedTrainer

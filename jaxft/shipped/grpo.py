@@ -120,7 +120,6 @@ class GRPOTrainer(LoggedTrainer):
     def __init__(self, trainer_config: GRPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
         super().__init__(trainer_config, directory=directory, console=console)
         self._early_stop = EarlyStop(trainer_config.early_stop)
-        self._stop_reason: str | None = None
         self._schedule: Schedule | None = None
         self._restored_groups: dict[str, Any] | None = None
 
@@ -174,8 +173,8 @@ class GRPOTrainer(LoggedTrainer):
             validations = len(self.log.validations)
             score = await self.validate(num_epochs)
             if len(self.log.validations) > validations:
-                self._stop_reason = self._early_stop.reason(score)
-            is_last = self._stop_reason is not None or self.epoch >= num_epochs
+                self._early_stop.count(score)
+            is_last = self._early_stop.reason is not None or self.epoch >= num_epochs
             await self.save(self.epoch, score, is_last=is_last)
             if is_last or self.is_stopping:
                 break
@@ -183,13 +182,13 @@ class GRPOTrainer(LoggedTrainer):
             if metrics is None:
                 return self.statuses
             if not is_validated:
-                self._stop_reason = self._early_stop.reason(metrics.get("reward_mean"))
+                self._early_stop.count(metrics.get("reward_mean"))
         if self.is_stopping:
             return self.statuses
         await self._schedule.close()  # an early stop leaves episodes that nobody trains
         await self.trainer_adapter.release_sampler()
-        if self._stop_reason is not None:
-            self.log.console.message(f"stopped early after {self.epoch} epochs: {self._stop_reason}")
+        if self._early_stop.reason is not None:
+            self.log.console.message(f"stopped early after {self.epoch} epochs: {self._early_stop.reason}")
         self.needs_no_training = self._early_stop.is_target_reached
         if not self.needs_no_training:
             self.check_learned("; make the task easier, raise num_generations, or give partial rewards")
@@ -233,12 +232,9 @@ class GRPOTrainer(LoggedTrainer):
             why = (
                 "no group's rewards differ by min_reward_diff" if lacks_signal else "no trajectory has a usable reward"
             )
-            cause = why_no_calls(metrics) or (None if lacks_signal else HOW_TO_REWARD)
-            self.nothing_was_learned(
-                run_id,
-                f"{why}; nothing was trained{'' if cause is None else f'; {cause}'}",
-                lacks_signal=lacks_signal and cause is None,
-            )
+            cause = why_no_calls(metrics) or ("" if lacks_signal else HOW_TO_REWARD)
+            said = "; ".join(filter(None, [why, "nothing was trained", cause]))
+            self.nothing_was_learned(run_id, said, lacks_signal=lacks_signal and not cause)
             return None
         try:
             return await self.submit(chosen.model_copy(update={"kept_episodes": kept}))
@@ -327,7 +323,6 @@ class GRPOTrainer(LoggedTrainer):
         self._early_stop.restore(state["early_stop"])
         self._skips_examples = state.get("skips_examples", True)  # checkpoints of earlier versions do not have it
         self._restored_groups = state.get("groups")  # those of a run with max_staleness of 2 or more
-        self._stop_reason = self._early_stop.verdict()
 
 
 def examples_of_epoch(ids: Sequence[str], count: int, seed: int, epoch: int) -> list[str]:
@@ -394,13 +389,10 @@ def lowest_median_highest(trajectories: Sequence[Trajectory]) -> list[Trajectory
 class EarlyStop:
     """Decides, from the mean rewards of a run, when it ends early.
 
-    Attributes:
-        is_target_reached: True if the last reward has reached the target.
-
     >>> stop = EarlyStop(EarlyStopConfig(patience=2))
-    >>> [stop.reason(reward) for reward in (0.1, 0.5, 0.4)]
-    [None, None, None]
-    >>> stop.reason(0.5)
+    >>> for reward in (0.1, 0.5, 0.5, 0.4):
+    ...     stop.count(reward)
+    >>> stop.reason
     'the mean reward has not risen above 0.5 for 2 times'
     """
 
@@ -409,41 +401,35 @@ class EarlyStop:
         self._best: float | None = None
         self._last: float | None = None
         self._without_gain = 0
-        self._is_fresh = True  # no reward yet
-        self.is_target_reached = False
 
     def state(self) -> dict[str, Any]:
         """Return the rewards that the next decisions depend on, for JSON."""
-        return {"best": self._best, "without_gain": self._without_gain, "last": self._last, "is_fresh": self._is_fresh}
+        return {"best": self._best, "without_gain": self._without_gain, "last": self._last}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restore a `state`."""
-        self._best, self._without_gain = state["best"], state["without_gain"]
-        self._last, self._is_fresh = state["last"], state["is_fresh"]
+        self._best, self._without_gain, self._last = state["best"], state["without_gain"], state["last"]
 
-    def reason(self, reward: float | None) -> str | None:
-        """Return why the run ends after this reward, in words; None if it goes on.
+    def count(self, reward: float | None) -> None:
+        """Count a mean reward; None stands for an epoch without a usable reward, which is no gain."""
+        has_gained = reward is not None and (self._best is None or reward > self._best)
+        self._best, self._last = reward if has_gained else self._best, reward
+        self._without_gain = 0 if has_gained else self._without_gain + 1
 
-        A reward of None stands for an epoch without a usable reward, which is no gain.
-        """
-        self._last, self._is_fresh = reward, False
-        if reward is not None and (self._best is None or reward > self._best):
-            self._best, self._without_gain = reward, 0
-        else:
-            self._without_gain += 1
-        return self.verdict()
+    @property
+    def is_target_reached(self) -> bool:
+        """True if the last reward has reached the target."""
+        target = self._config.target_reward
+        return self._last is not None and target is not None and self._last >= target
 
-    def verdict(self) -> str | None:
-        """Return the same for the last reward that `reason` was given, without counting it again."""
-        target, patience = self._config.target_reward, self._config.patience
-        if self._is_fresh:
-            return None
-        self.is_target_reached = self._last is not None and target is not None and self._last >= target
+    @property
+    def reason(self) -> str | None:
+        """Why the run ends now, in words; None if it goes on."""
         if self.is_target_reached:
-            return f"the mean reward {self._last:.4g} has reached {target:g}"
-        if patience is not None and self._without_gain >= patience:
+            return f"the mean reward {self._last:.4g} has reached {self._config.target_reward:g}"
+        if self._config.patience is not None and self._without_gain >= self._config.patience:
             best = "nothing" if self._best is None else f"{self._best:.4g}"
-            return f"the mean reward has not risen above {best} for {patience} times"
+            return f"the mean reward has not risen above {best} for {self._config.patience} times"
         return None
 
 

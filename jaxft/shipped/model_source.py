@@ -20,7 +20,7 @@ from jaxft.models.hf_files import local_folder
 from jaxft.models.load import base_place
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import saved_ignored_keys
-from jaxft.runs.directory import CONFIG_FILE
+from jaxft.runs.files import CONFIG_FILE
 from jaxft.shipped.configs import LocalPolicyConfig
 from jaxft.shipped.local_policy import dtypes_of
 

@@ -7,7 +7,8 @@ from typing import Any
 from jaxft.harness.data_models import DPOItem, EpisodeItem, OpenAIMessage, Trajectory, TrajectoryCollection
 from jaxft.redaction import redacted_tokens, redacted_values
 from jaxft.runs.console import Console
-from jaxft.runs.directory import (
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.files import (
     CURRICULUM_FILE,
     EPISODE_REWARDS_FILE,
     PAIRS_FILE,
@@ -15,7 +16,6 @@ from jaxft.runs.directory import (
     SAMPLES_FILE,
     TOKEN_SCORES_FILE,
     VALIDATION_HISTORY_FILE,
-    RunDirectory,
 )
 from jaxft.runs.loggers import LoggedEpisode, Loggers
 from jaxft.runs.metrics import log_metrics

@@ -26,7 +26,7 @@ from jaxft.models.config import PRESETS
 from jaxft.models.load import load_merged, load_model
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.redaction import map_texts
-from jaxft.runs.directory import CONFIG_FILE, PLOT_FILE
+from jaxft.runs.files import CONFIG_FILE, PLOT_FILE
 from jaxft.runs.records import RunRecords, read_run
 from jaxft.shipped.evaluators import functions_of
 from jaxft.shipped.single_turn import InMemoryDatasetConfig, context_tokens, option_hint, read_examples
@@ -103,7 +103,7 @@ def train(
         "finetuning.seed": seed,
     }
     mapping = parse_yaml(DEFAULTS.read_text("utf-8"), str(DEFAULTS))
-    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(examples))
+    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(num_rows=len(examples), items=tuple(examples))
     mapping["eval"]["evaluators"]["reward"]["functions"] = functions
     folder = new_folder() if output_dir is None else home_path(output_dir)
     try:

@@ -341,12 +341,12 @@ def test_a_resume_that_is_refused_changes_nothing(run_file, capsys):
     assert main(["resume", "run"]) == 0
 
 
-def test_a_run_that_was_being_overwritten_is_not_resumed(run_file, capsys):
+def test_a_run_without_its_configuration_is_not_resumed(run_file, capsys):
     assert main(run_file()) == 0
     Path("run/config.yml").unlink()
     before = contents(Path("run"))
     assert main([*run_file(seed=7), "--resume"]) == 2
-    assert "but no config.yml: it was being overwritten; begin anew with --overwrite" in capsys.readouterr().err
+    assert "config.yml: cannot be read (No such file or directory), and no run can" in capsys.readouterr().err
     assert contents(Path("run")) == before
     assert main(["resume", "run"]) == 2
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxft.harness import data_models as own
-from jaxft.nat.conversion import from_toolkit_collection, to_toolkit_collection
+from jaxft.nat.foreign import from_toolkit_collection, to_toolkit_collection
 from jaxft.rollout.sequences import TokenSequence
 
 pytestmark = pytest.mark.nat

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxft.errors import RunDirectoryError
-from jaxft.runs.directory import RUN_FILES, RunDirectory
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.files import RUN_FILES
 
 
 @pytest.fixture

@@ -66,11 +66,6 @@ def test_a_group_per_example_in_the_order_of_the_dataset(make_items):
     assert collection.timings["seconds_rollout"] >= 0.02
 
 
-def test_single_generations_make_groups_of_one(make_items):
-    collection = collect(name_of, lambda item: 1.0, make_items("ab"), num_generations=1)
-    assert [len(group) for group in collection.trajectories] == [1, 1]
-
-
 def test_examples_whose_answers_differ_are_counted(make_items, record_call):
     async def answer(example):
         record_call([1, 2], [3, 4 + episode().generation * (example["name"] == "a")])
@@ -123,23 +118,6 @@ def test_an_agent_that_fails_after_an_answer_may_have_a_reward(make_items, recor
     assert metrics.items() >= counts.items() and len(collection.failures) == 2
 
 
-def test_the_calls_of_failed_episodes_are_not_counted(make_items, record_call):
-    async def brittle(example):
-        record_call([1, 2], [3, 4])
-        if episode().generation:
-            raise ValueError("it went wrong")
-        return ""
-
-    metrics = collect(brittle, lambda item: 1.0, make_items("a")).metrics
-    assert (metrics["calls"], metrics["failed_episodes"], metrics["untargeted_calls"]) == (1, 2, 0)
-
-
-def test_rewards_that_are_none_are_kept_and_marked(make_items):
-    given = {"a0": 1.0, "a1": None, "a2": math.nan}
-    collection = collect(name_of, lambda item: given[item.output_obj], make_items("a"))
-    assert [(t.reward, t.scorable) for t in collection.trajectories[0]] == [(1.0, True), (0.0, False), (0.0, False)]
-
-
 def test_a_builder_may_price_what_has_no_score(make_items):
     class Strict(GRPOTrajectoryBuilder):
         async def compute_reward(self, output_item, meta=None):
@@ -168,12 +146,6 @@ def test_a_builder_may_price_what_has_no_score(make_items):
             "finish_reasons": [],
         },
     ]
-
-
-def test_named_rewards_are_summed_and_kept(make_items):
-    collection = collect(name_of, lambda item: {"win": 1.0, "short": 0.5}, make_items("a"), num_generations=1)
-    ((trajectory,),) = collection.trajectories
-    assert (trajectory.reward, trajectory.named_rewards) == (1.5, {"win": 1.0, "short": 0.5})
 
 
 def test_calls_become_rows_and_messages(make_items, record_call):
@@ -293,12 +265,6 @@ def test_a_cancelled_finalize_cancels_the_episodes(make_items):
     assert asyncio.run(main()) == ([True] * 3, {})
 
 
-def test_without_an_evaluation_nothing_starts():
-    builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig())
-    with pytest.raises(RuntimeError, match="bind_evaluation"):
-        asyncio.run(builder.start_run("x"))
-
-
 def test_rewards_of_steps_reach_the_trajectory(make_items, record_call):
     async def two_turns(example):
         record_call([1, 2], [3])
@@ -408,14 +374,6 @@ def test_all_episodes_are_kept_on_request(train, tmp_path):
     failures = [row for row in rows if "failure" in row]
     assert [row["epoch"] for row in failures] == [0, 1] and "the tool is down" in failures[0]["failure"]
     assert "---" not in shown
-
-
-def test_the_band_of_the_plot_is_between_the_quartiles_of_the_groups(train, tmp_path):
-    _, rows, _, _ = train(right_or_wrong, NotingAdapter(applied_updates=1.0), names="abc", epochs=1)
-    assert (rows[0]["group_reward_q25"], rows[0]["group_reward_q75"]) == (0.25, 0.75)
-    (row,) = read(tmp_path, "reward_history.json")
-    assert (row["group_reward_q25"], row["group_reward_q75"]) == (0.25, 0.75)
-    assert (row["reward_min"], row["reward_max"]) == (0.0, 1.0)
 
 
 async def generation(example):
@@ -625,11 +583,6 @@ def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer
     samples = [json.loads(row) for row in (tmp_path / "run/trajectories/samples.jsonl").read_text().splitlines()]
     kept = {row["example_id"]: row["sequences"] for row in samples}
     assert kept["a"] is None and tokenizer.decode(kept["b"][0]["tokens"]).startswith("no key")
-
-
-def test_how_many_failures_are_too_many_can_be_set(train):
-    with pytest.raises(TooManyFailures, match="1 of 4 episodes"):
-        train(brittle, NotingAdapter(), max_failed_fraction=0.2)
 
 
 @pytest.mark.parametrize("turns", [0, 1])

@@ -1,0 +1,111 @@
+"""The files of a run directory, and what a folder with some of them holds."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxft.files import MANIFEST
+
+CONFIG_FILE = "config.yml"
+ENVIRONMENT_FILE = "environment.json"
+RESUME_COMMAND = "resume_command"
+"""Key of `ENVIRONMENT_FILE` with the command that resumes the run."""
+RESULT_FILE = "result.json"
+METRICS_FILE = "training_metrics.jsonl"
+TIMINGS_FILE = "timings.jsonl"
+REWARD_HISTORY_FILE = "reward_history.json"
+VALIDATION_HISTORY_FILE = "validation_history.json"
+CURRICULUM_FILE = "curriculum_state.json"
+SAMPLES_FILE = "trajectories/samples.jsonl"
+EPISODE_REWARDS_FILE = "trajectories/rewards.jsonl"
+"""Log with the rewards of every episode, one line per epoch."""
+TOKEN_SCORES_FILE = "trajectories/token_scores.jsonl"
+"""Log with the advantages and entropies of the tokens of the episodes in `SAMPLES_FILE` that were trained."""
+PAIRS_FILE = "trajectories/pairs.jsonl"
+RESUMES_FILE = "resumes.jsonl"
+PLOT_FILE = "reward_plot.png"
+"""Log with one line per resume of the run."""
+LOG_FILE = "run.log"
+"""Log of the console output and of `logging`."""
+NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard", "wandb", "loggers")
+"""Logs whose size a checkpoint does not record, so that a resume never truncates them."""
+
+# All files of a run: `overwrite` removes them. The two lock files stay: they belong to whoever holds the lock.
+RUN_FILES = (
+    CONFIG_FILE,
+    ENVIRONMENT_FILE,
+    RESUMES_FILE,
+    LOG_FILE,
+    RESULT_FILE,
+    "evaluation.json",
+    METRICS_FILE,
+    TIMINGS_FILE,
+    REWARD_HISTORY_FILE,
+    VALIDATION_HISTORY_FILE,
+    CURRICULUM_FILE,
+    "reward_plot.png",
+    "report.html",
+    "tensorboard",
+    "wandb",
+    "loggers",  # for files of loggers that do not come with jaxft
+    "trajectories",
+    "bad_batches",
+    "checkpoints",
+    "model",
+    "extra",  # for files that components name themselves
+)
+LOCK_FILE = "LOCK"
+HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also marks a directory that a run made
+
+# Folders with the files of an earlier run, until the run that overwrites it has a checkpoint. Each change from one name
+# to the next is one rename, so that a process may be killed at any moment:
+ASIDE = ".earlier_run"  # the earlier run; the directory itself holds the new one
+MOVING = ".earlier_run.moving"  # a part of the earlier run; the directory itself holds the rest
+REMOVED = ".earlier_run.removed"  # about to be deleted
+
+
+def holds_run(path: Path) -> bool:
+    """Return True if a folder holds files because of which a new run is refused."""
+    return bool(run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
+
+
+def environment_of(path: Path) -> dict[str, Any]:
+    """Return the content of a run's `ENVIRONMENT_FILE`; nothing if it cannot be read."""
+    try:
+        about = json.loads((path / ENVIRONMENT_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def ways_on(path: Path) -> str:
+    """Return what to do about a folder that holds a run; one that was cut off is best resumed by its own command."""
+    command = None if (path / RESULT_FILE).exists() else environment_of(path).get(RESUME_COMMAND)
+    return ("" if command is None else f"continue it with `{command}`, ") + "give another output_dir, or --overwrite"
+
+
+def is_run(path: Path) -> bool:
+    """Return True if a folder has results of training: a finished checkpoint, a row of metrics, a result or a model.
+
+    A failed start leaves none of these, so it may be repeated without `overwrite`.
+    """
+    return _has_rows(path) or is_saved(path)
+
+
+def _has_rows(path: Path) -> bool:
+    metrics = path / METRICS_FILE
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def is_saved(path: Path) -> bool:
+    """Return True if a run may replace an earlier one: it has a checkpoint, result or model, or metrics without any."""
+    return (
+        any(os.path.lexists(path / name) for name in ("result.json", "model"))
+        or any(path.glob(f"checkpoints/*/{MANIFEST}"))
+        or (_has_rows(path) and not (path / "checkpoints").exists())
+    )
+
+
+def run_files(path: Path) -> list[str]:
+    return [name for name in RUN_FILES if os.path.lexists(path / name)]
