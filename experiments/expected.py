@@ -35,7 +35,7 @@ from jaxft.report.compared_runs import ComparedRun, find_runs, last_epochs_of
 from jaxft.report.comparison import no_runs_message
 from jaxft.report.comparison_text import aligned, seeds
 from jaxft.report.intervals import LEVEL, Interval
-from jaxft.report.markup import number
+from jaxft.report.pages import number
 from jaxft.report.run_groups import (
     ABSENT,
     SEED,

@@ -1,17 +1,18 @@
-"""Charts as inline SVG: lines with bands, stacked areas, bars and heat maps.
+"""Charts: lines with bands, stacked areas, bars and heat maps, of which `templates/charts.html` makes inline SVG.
 
-A chart is a `<figure>` with a caption, a legend and an SVG that fills the width of its place. Colours are classes of
-`assets/page.css`, which has them for light and for dark, chosen so that colour-blind people tell them apart. Every
-column of a chart can be pointed at: its values stand in a `<title>`, which `assets/page.js` shows as a tooltip.
+A chart is a `<figure>` with a caption, a legend and an SVG that fills the width of its place. Colours are chosen so
+that colour-blind people tell them apart. Every column of a chart can be pointed at to read its values.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, NamedTuple, TypeGuard
+from itertools import groupby, pairwise
+from typing import Any, Literal, NamedTuple, TypeGuard
 
-from jaxft.report.markup import Markup, joined, number, tag
+from markupsafe import Markup
+
+from jaxft.report.pages import ENVIRONMENT, number
 
 Value = float | None
 """A number; None, NaN and infinities leave a gap."""
@@ -23,8 +24,10 @@ MAX_POINTS = 400
 """Largest number of points that a line is drawn with; a longer line keeps the extremes of each stretch."""
 MAX_COLUMNS = 120
 """Largest number of columns that can be pointed at."""
+SHADES = 9
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 34
+_TEMPLATE: Any = ENVIRONMENT.get_template("charts.html").module
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class Line:
     color: int = 0
     style: Literal["line", "faint", "dashed", "dots", "steps"] = "line"
 
+    @property
+    def classes(self) -> str:
+        """Classes of the line in a style sheet."""
+        return f"{self.style} c{self.color % NUM_COLORS}"
+
 
 @dataclass(frozen=True)
 class Band:
@@ -57,6 +65,11 @@ class Band:
     color: int = 0
     is_faint: bool = False
 
+    @property
+    def classes(self) -> str:
+        """Classes of the band in a style sheet, after the one that says how it is drawn."""
+        return f"{'faint ' * self.is_faint}c{self.color % NUM_COLORS}"
+
 
 class _Frame(NamedTuple):
     """The plotting area in SVG units, and the ranges of both axes."""
@@ -65,6 +78,16 @@ class _Frame(NamedTuple):
     height: int
     x_range: tuple[float, float]
     y_range: tuple[float, float]
+    left: int = _LEFT
+    top: int = _TOP
+
+    @property
+    def right(self) -> int:
+        return self.width - _RIGHT
+
+    @property
+    def bottom(self) -> int:
+        return self.height - _BOTTOM
 
     def x(self, value: float) -> float:
         low, high = self.x_range
@@ -73,6 +96,15 @@ class _Frame(NamedTuple):
     def y(self, value: float) -> float:
         low, high = self.y_range
         return self.height - _BOTTOM - (value - low) / (high - low) * (self.height - _TOP - _BOTTOM)
+
+    def y_ticks(self) -> list[float]:
+        return round_ticks(*self.y_range, max(self.height // 48, 2))
+
+    def x_ticks(self) -> list[float]:
+        # Epochs are whole numbers, so a short run has no ticks between them.
+        low, high = self.x_range
+        ticks = round_ticks(low, high, min(max(self.width // 80, 2), max(math.ceil(high - low), 1)))
+        return [tick for tick in ticks if tick == int(tick)]
 
 
 def line_chart(
@@ -96,78 +128,67 @@ def line_chart(
         y_range: the vertical range; by default that of all values.
         note: a sentence below the caption.
     """
-    xs = sorted({x for line in lines for x in line.xs} | {x for band in bands for x in band.xs})
+    xs = sorted({x for each in (*lines, *bands) for x in each.xs})
     columns = [line.ys for line in lines] + [ys for band in bands for ys in (band.lows, band.highs)]
     values = [value for column in columns for value in column if is_finite(value)]
     if not xs or not values:
         return Markup()
     frame = _Frame(*size, _padded(xs[0], xs[-1], 0.0), y_range or _padded(min(values), max(values), 0.06))
-    drawn = [_band(frame, band) for band in reversed(bands)] + [_line(frame, line) for line in reversed(lines)]
-    named, named_bands = [line for line in lines if line.name], [band for band in bands if band.name]
-    summary = f"{caption}: " + "; ".join(map(_summary, named))
-    svg = _svg(
-        frame, summary, _axes(frame, x_label), *drawn, _columns(frame, xs, _texts(xs, named, named_bands, x_label))
+    paths = [(_band_path(frame, band), f"area {band.classes}") for band in reversed(bands)]
+    paths += [(_line_path(frame, line), line.classes) for line in reversed(lines) if line.style != "dots"]
+    dots = [
+        (frame.x(x), frame.y(y), line.classes)
+        for line in reversed(lines)
+        for x, y in _points(line)
+        if line.style == "dots" and is_finite(y)
+    ]
+    named = [each for each in (*lines, *bands) if each.name]
+    keys = [(each.name, f"{'band ' * isinstance(each, Band)}{each.classes}") for each in named]
+    summary = f"{caption}: " + "; ".join(_summary(line) for line in lines if line.name)
+    hovered = _columns(frame, xs, _words(xs, named, x_label))
+    return _TEMPLATE.plot(
+        caption, note, keys if len(keys) > 1 else (), frame, summary, x_label, paths, dots, (), hovered
     )
-    keys = [(line.name, f"key {line.style} c{line.color % NUM_COLORS}") for line in named]
-    keys += [(band.name, f"key band{' faint' * band.is_faint} c{band.color % NUM_COLORS}") for band in named_bands]
-    return _figure(caption, legend(keys) if len(keys) > 1 else Markup(), svg, note)
 
 
 def stacked_chart(
-    caption: str,
-    xs: Sequence[float],
-    layers: Mapping[str, Sequence[Value]],
-    *,
-    x_label: str = "epoch",
-    unit: str = "",
-    size: tuple[int, int] = SMALL,
-    note: str | None = None,
-) -> Markup:
-    """Return a chart of bars per position, each a stack of the layers' values; the first layer lies at the bottom.
+    caption: str, xs: Sequence[float], layers: Mapping[str, Sequence[Value]], *, unit: str = ""
+) -> Markup:  # fmt: skip
+    """Return a chart of bars per epoch, each a stack of the layers' values; the first layer lies at the bottom.
 
-    With more positions than `MAX_COLUMNS`, a bar is the mean of neighbours.
+    With more epochs than `MAX_COLUMNS`, a bar is the mean of neighbours.
     """
     if not xs or not layers:
         return Markup()
     stretch = -(-len(xs) // MAX_COLUMNS)
     starts = range(0, len(xs), stretch)
-    bars = {name: [_mean(ys[at : at + stretch]) for at in starts] for name, ys in layers.items()}
-    totals = [sum(column) for column in zip(*bars.values(), strict=True)]
-    frame = _Frame(*size, (xs[0] - 0.5, xs[-1] + 0.5), (0.0, max(totals) * 1.05 or 1.0))
-    drawn, bases = [], [0.0] * len(totals)
-    for color, ys in enumerate(bars.values()):
+    stacks = {name: [_mean(ys[at : at + stretch]) for at in starts] for name, ys in layers.items()}
+    totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
+    frame = _Frame(*SMALL, (xs[0] - 0.5, xs[-1] + 0.5), (0.0, max(totals) * 1.05 or 1.0))
+    bars, bases = [], [0.0] * len(totals)
+    for color, ys in enumerate(stacks.values()):
         for index, y in enumerate(ys):
             if y > 0:
                 start = xs[starts[index]] - 0.5
                 left, right = frame.x(start), frame.x(min(start + stretch, xs[-1] + 0.5))
                 top, bottom = frame.y(bases[index] + y), frame.y(bases[index])
-                drawn.append(_rect(left, top, right - left, bottom - top, f"bar c{color % NUM_COLORS}"))
+                bars.append((left, top, right - left, bottom - top, f"bar c{color % NUM_COLORS}"))
             bases[index] += y
-    texts = []
+    words = []
     for index, at in enumerate(starts):
-        head = f"{x_label} {number(xs[at])}" + (f" to {number(xs[min(at + stretch, len(xs)) - 1])}" * (stretch > 1))
-        rows = [f"{name} {number(ys[index], 3)}{unit}" for name, ys in bars.items() if ys[index]]
-        texts.append("\n".join([head, *rows, f"total {number(totals[index], 3)}{unit}"]))
+        head = f"epoch {number(xs[at])}" + (f" to {number(xs[min(at + stretch, len(xs)) - 1])}" * (stretch > 1))
+        rows = [f"{name} {number(ys[index], 3)}{unit}" for name, ys in stacks.items() if ys[index]]
+        words.append("\n".join([head, *rows, f"total {number(totals[index], 3)}{unit}"]))
     middles = [xs[at] + (min(stretch, len(xs) - at) - 1) / 2 for at in starts]
-    svg = _svg(frame, f"{caption}, stacked", _axes(frame, x_label), *drawn, _columns(frame, middles, texts))
-    if stretch > 1:
-        note = " ".join(filter(None, (note, f"Each bar is the mean of {stretch} epochs.")))
-    return _figure(caption, legend((name, f"key area c{i % NUM_COLORS}") for i, name in enumerate(layers)), svg, note)
+    note = f"Each bar is the mean of {stretch} epochs." if stretch > 1 else None
+    keys = [(name, f"area c{color % NUM_COLORS}") for color, name in enumerate(layers)]
+    hovered = _columns(frame, middles, words)
+    return _TEMPLATE.plot(caption, note, keys, frame, f"{caption}, stacked", "epoch", (), (), bars, hovered)
 
 
-def bar_chart(
-    caption: str, values: Mapping[str, Value], *, unit: str = "", whole: float | None = None, note: str | None = None
-) -> Markup:
-    """Return horizontal bars with their names and numbers, as rows of a table; `whole` is the length of a full bar."""
-    whole = whole or max((abs(value) for value in values.values() if is_finite(value)), default=0.0) or 1.0
-    rows = []
-    for name, value in values.items():
-        width = abs(value) / whole * 100 if is_finite(value) else 0.0
-        bar = tag("rect", {"class": "bar c0", "width": f"{width:.2f}", "height": 10})
-        picture = {"class": "meter", "viewBox": "0 0 100 10", "preserveAspectRatio": "none", "aria-hidden": "true"}
-        cells = (tag("td", {}, tag("svg", picture, bar)), tag("td", {"class": "number"}, number(value) + unit))
-        rows.append(tag("tr", {}, tag("th", {"scope": "row"}, name), *cells))
-    return _figure(caption, Markup(), tag("table", {"class": "bars"}, tag("tbody", {}, *rows)), note)
+def share_chart(caption: str, percents: Mapping[str, float]) -> Markup:
+    """Return horizontal bars with their names and percentages, as rows of a table."""
+    return _TEMPLATE.bars(caption, None, [(name, value, f"{number(value)} %") for name, value in percents.items()])
 
 
 def heat_map(
@@ -175,13 +196,11 @@ def heat_map(
     row_names: Sequence[str],
     column_names: Sequence[str],
     cells: Sequence[Sequence[Value]],
-    texts: Sequence[Sequence[str]],
+    words: Sequence[Sequence[str]],
     *,
     value_range: tuple[float, float],
-    kind: Literal["sequential", "diverging"] = "sequential",
-    x_label: str = "epoch",
+    row_height: int,
     label_width: int = 110,
-    size: tuple[int, int] = WIDE,
     note: str | None = None,
 ) -> Markup:
     """Return a grid of coloured cells, the first row on top; nothing if there is no cell.
@@ -191,38 +210,42 @@ def heat_map(
         row_names: a name per row.
         column_names: a name per column; as many as fit are written below.
         cells: a value per row and column; None leaves the cell empty.
-        texts: words for each cell on hover.
+        words: words for each cell on hover.
         value_range: values of the first and the last colour.
-        kind: colours from pale to strong, or from one hue through a neutral to another.
-        x_label: name of the horizontal axis.
+        row_height: height of a row, in SVG units.
         label_width: room for the names of rows, in SVG units.
-        size: width and height in SVG units.
         note: a sentence below the caption.
     """
-    width, height = size
+    width, height = WIDE[0], row_height * len(row_names) + _TOP + _BOTTOM
     if not row_names or not column_names:
         return Markup()
     step_x = (width - label_width - _RIGHT) / len(column_names)
-    step_y = (height - _TOP - _BOTTOM) / len(row_names)
-    gap = 0.0 if step_x < 4 or step_y < 4 else 1.0
-    drawn: list[Markup] = []
-    for row, (values, words) in enumerate(zip(cells, texts, strict=True)):
-        y = _TOP + row * step_y
-        drawn.append(_text(label_width - 6, y + step_y / 2 + 4, shortened(row_names[row], label_width // 7), "end"))
-        for column, value in enumerate(values):
-            if is_finite(value):
-                shade = f"cell {kind[0]}{bucket(value, value_range)}"
-                rect = _rect(label_width + column * step_x, y, step_x - gap, step_y - gap, shade, words[column])
-                drawn.append(rect)
+    gap = 0.0 if step_x < 4 else 1.0
+    drawn = [
+        (
+            label_width + column * step_x,
+            _TOP + row * row_height,
+            step_x - gap,
+            row_height - gap,
+            f"cell s{bucket(value, value_range)}",
+            words[row][column],
+        )
+        for row, values in enumerate(cells)
+        for column, value in enumerate(values)
+        if is_finite(value)
+    ]
+    rows = [
+        (label_width - 6, _TOP + row * row_height + row_height / 2 + 4, shortened(name, label_width // 7))
+        for row, name in enumerate(row_names)
+    ]
     every = max(1, math.ceil(len(column_names) * 44 / (width - label_width)))
-    for column in range(0, len(column_names), every):
-        drawn.append(_text(label_width + (column + 0.5) * step_x, height - 18, column_names[column], "middle"))
-    drawn.append(_text((label_width + width) / 2, height - 3, x_label, "middle", "axis-name"))
-    svg = tag("svg", _svg_attributes(width, height, caption), *drawn)
-    return _figure(caption, scale(value_range, kind), svg, note)
-
-
-SHADES = 9
+    columns = [
+        (label_width + (column + 0.5) * step_x, height - 18, column_names[column])
+        for column in range(0, len(column_names), every)
+    ]
+    low, high = (number(value, 3) for value in value_range)
+    axis = ((label_width + width) / 2, height - 3, "epoch")
+    return _TEMPLATE.heat_map(caption, note, (width, height), low, high, "s", rows, drawn, columns, axis)
 
 
 def bucket(value: float, value_range: tuple[float, float]) -> int:
@@ -236,19 +259,6 @@ def bucket(value: float, value_range: tuple[float, float]) -> int:
     low, high = value_range
     share = (value - low) / (high - low) if high != low else 0.5
     return min(max(int(share * SHADES), 0), SHADES - 1)
-
-
-def scale(value_range: tuple[float, float], kind: Literal["sequential", "diverging"]) -> Markup:
-    """Return the key of shaded values: the lowest value, all shades, and the highest value."""
-    rects = [_rect(shade * 16, 0, 16, 10, f"cell {kind[0]}{shade}") for shade in range(SHADES)]
-    svg = tag("svg", {"viewBox": f"0 0 {16 * SHADES} 10", "class": "scale", "aria-hidden": "true"}, *rects)
-    low, high = (tag("span", {}, number(value, 3)) for value in value_range)
-    return tag("p", {"class": "legend"}, low, svg, high)
-
-
-def legend(keys: Iterable[tuple[str, str]]) -> Markup:
-    """Return the legend of a chart, from pairs of a name and the classes of its key."""
-    return tag("ul", {"class": "legend"}, *(tag("li", {}, tag("i", {"class": key}), name) for name, key in keys))
 
 
 def shortened(words: str, length: int) -> str:
@@ -321,120 +331,59 @@ def _summary(line: Line) -> str:
     return f"{line.name} {ends}, between {number(min(finite))} and {number(max(finite))}"
 
 
-def _figure(caption: str, key: Markup, body: Markup, note: str | None) -> Markup:
-    explained = None if note is None else tag("p", {"class": "note"}, note)
-    return tag("figure", {"class": "chart"}, tag("figcaption", {}, caption), explained, key, body)
+def _points(line: Line) -> list[tuple[float, Value]]:
+    return [(line.xs[index], line.ys[index]) for index in thinned(line.ys, MAX_POINTS)]
 
 
-def _svg_attributes(width: int, height: int, summary: str) -> dict[str, object]:
-    return {"viewBox": f"0 0 {width} {height}", "role": "img", "aria-label": summary}
+def _line_path(frame: _Frame, line: Line) -> str:
+    path = ""
+    for has_values, stretch in groupby(_points(line), lambda point: is_finite(point[1])):
+        if has_values:
+            at = [(frame.x(x), frame.y(y)) for x, y in stretch if y is not None]
+            path += f"M{at[0][0]:.1f} {at[0][1]:.1f}"
+            if line.style == "steps":
+                path += "".join(f"H{x:.1f}" + f"V{y:.1f}" * (y != before) for (_, before), (x, y) in pairwise(at))
+            else:
+                path += "".join(f"L{x:.1f} {y:.1f}" for x, y in at[1:])
+            path += "h.01" * (len(at) == 1)  # a line without length shows its round cap
+    return path
 
 
-def _svg(frame: _Frame, summary: str, *children: Markup) -> Markup:
-    return tag("svg", _svg_attributes(frame.width, frame.height, summary), *children)
+def _band_path(frame: _Frame, band: Band) -> str:
+    path = ""
+    points = zip(band.xs, band.lows, band.highs, strict=True)
+    for has_values, stretch in groupby(points, lambda point: is_finite(point[1]) and is_finite(point[2])):
+        if has_values:
+            whole = [(frame.x(x), frame.y(low or 0.0), frame.y(high or 0.0)) for x, low, high in stretch]
+            step = -(-len(whole) // MAX_POINTS)
+            parts = [whole[at : at + step] for at in range(0, len(whole), step)]
+            edge = [(part[0][0], max(low for _, low, _ in part), min(high for _, _, high in part)) for part in parts]
+            if len(edge) == 1:  # a band over one epoch is drawn as a bar
+                (x, low_y, high_y), half = edge[0], 3.0
+                edge = [(x - half, low_y, high_y), (x + half, low_y, high_y)]
+            upper = [f"{x:.1f} {high:.1f}" for x, _, high in edge]
+            lower = [f"{x:.1f} {low:.1f}" for x, low, _ in reversed(edge)]
+            path += "M" + "L".join(upper + lower) + "Z"
+    return path
 
 
-def _axes(frame: _Frame, x_label: str) -> Markup:
-    drawn: list[Markup] = []
-    for value in round_ticks(*frame.y_range, max(frame.height // 48, 2)):
-        y = frame.y(value)
-        drawn.append(_path(f"M{_LEFT} {y:.1f}H{frame.width - _RIGHT}", "grid zero" if value == 0 else "grid"))
-        drawn.append(_text(_LEFT - 6, y + 4, number(value), "end"))
-    low, high = frame.x_range
-    # Epochs are whole numbers, so a short run has no ticks between them.
-    for value in round_ticks(low, high, min(max(frame.width // 80, 2), max(math.ceil(high - low), 1))):
-        if value == int(value):
-            drawn.append(_text(frame.x(value), frame.height - _BOTTOM + 15, number(value), "middle"))
-    drawn.append(_text((_LEFT + frame.width) / 2, frame.height - 4, x_label, "middle", "axis-name"))
-    return joined(drawn)
-
-
-def _line(frame: _Frame, line: Line) -> Markup:
-    classes = f"{line.style} c{line.color % NUM_COLORS}"
-    kept = thinned(line.ys, MAX_POINTS)
-    points = [(line.xs[index], line.ys[index]) for index in kept]
-    if line.style == "dots":
-        at = [(frame.x(x), frame.y(y)) for x, y in points if is_finite(y)]
-        return joined(tag("circle", {"cx": f"{x:.1f}", "cy": f"{y:.1f}", "r": 3.5, "class": classes}) for x, y in at)
-    parts, is_open, last_y = [], False, 0.0
-    for place, (value, y_value) in enumerate(points):
-        if not is_finite(y_value):
-            is_open = False
-            continue
-        x, y = frame.x(value), frame.y(y_value)
-        if not is_open:
-            is_alone = place + 1 == len(points) or not is_finite(points[place + 1][1])
-            parts.append(f"M{x:.1f} {y:.1f}" + "h.01" * is_alone)  # a line without length shows its round cap
-        elif line.style == "steps":
-            parts.append(f"H{x:.1f}" + (f"V{y:.1f}" if y != last_y else ""))
-        else:
-            parts.append(f"L{x:.1f} {y:.1f}")
-        is_open, last_y = True, y
-    return _path("".join(parts), classes)
-
-
-def _band(frame: _Frame, band: Band) -> Markup:
-    stretches: list[list[tuple[float, float, float]]] = [[]]
-    for x, low, high in zip(band.xs, band.lows, band.highs, strict=True):
-        if is_finite(low) and is_finite(high):
-            stretches[-1].append((frame.x(x), frame.y(low), frame.y(high)))
-        elif stretches[-1]:
-            stretches.append([])
-    parts = []
-    for whole in filter(None, stretches):
-        step = -(-len(whole) // MAX_POINTS)
-        groups = [whole[at : at + step] for at in range(0, len(whole), step)]
-        edge = [(group[0][0], max(low for _, low, _ in group), min(high for _, _, high in group)) for group in groups]
-        if len(edge) == 1:  # a band over one epoch is drawn as a bar
-            (x, low_y, high_y), half = edge[0], 3.0
-            edge = [(x - half, low_y, high_y), (x + half, low_y, high_y)]
-        upper = [f"{x:.1f} {high:.1f}" for x, _, high in edge]
-        lower = [f"{x:.1f} {low:.1f}" for x, low, _ in reversed(edge)]
-        parts.append("M" + "L".join(upper + lower) + "Z")
-    return _path("".join(parts), f"area{' faint' * band.is_faint} c{band.color % NUM_COLORS}")
-
-
-def _texts(xs: Sequence[float], lines: Sequence[Line], bands: Sequence[Band], x_label: str) -> list[str]:
+def _words(xs: Sequence[float], named: Sequence[Line | Band], x_label: str) -> list[str]:
     """Return the words on hover for each position: the values of all lines and bands that have one there."""
-    known = [(line.name, dict(zip(line.xs, map(number, line.ys), strict=True))) for line in lines]
-    for band in bands:
-        edges = zip(map(number, band.lows), map(number, band.highs), strict=True)
-        known.append((band.name, dict(zip(band.xs, (f"{low} to {high}" for low, high in edges), strict=True))))
+    known = []
+    for each in named:
+        texts = list(map(number, each.ys if isinstance(each, Line) else each.lows))
+        if isinstance(each, Band):
+            texts = [f"{low} to {number(high)}" for low, high in zip(texts, each.highs, strict=True)]
+        known.append((each.name, dict(zip(each.xs, texts, strict=True))))
     return [
-        "\n".join([f"{x_label} {number(x)}", *(f"{name} {values[x]}" for name, values in known if x in values)])
+        "\n".join([f"{x_label} {number(x)}", *(f"{name} {texts[x]}" for name, texts in known if x in texts)])
         for x in xs
     ]
 
 
-def _columns(frame: _Frame, xs: Sequence[float], texts: Sequence[str]) -> Markup:
-    """Return invisible columns, one for each position or for as many as there is room for, with their words."""
-    stride = -(-len(xs) // MAX_COLUMNS)
-    kept = sorted({*range(0, len(xs), stride), len(xs) - 1})
-    places = [frame.x(xs[index]) for index in kept]
-    edges = [
-        _LEFT,
-        *((left + right) / 2 for left, right in pairwise(places)),
-        frame.width - _RIGHT,
-    ]
-    top, height = _TOP, frame.height - _TOP - _BOTTOM
-    columns = []
-    for place, index in enumerate(kept):
-        area = _rect(edges[place], top, edges[place + 1] - edges[place], height)
-        columns.append(tag("g", {}, tag("title", {}, texts[index]), area))
-    return tag("g", {"class": "columns"}, *columns)
-
-
-def _path(data: str, classes: str) -> Markup:
-    return tag("path", {"d": data, "class": classes})
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, classes: str | None = None, words: str | None = None
-) -> Markup:
-    size = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(width, 0.1):.1f}", "height": f"{max(height, 0.0):.1f}"}
-    rect = tag("rect", {**size, "class": classes})
-    return rect if words is None else tag("g", {}, tag("title", {}, words), rect)
-
-
-def _text(x: float, y: float, words: str, anchor: str, classes: str | None = None) -> Markup:
-    return tag("text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor, "class": classes}, words)
+def _columns(frame: _Frame, xs: Sequence[float], words: Sequence[str]) -> list[tuple[float, float, str]]:
+    """Return left, right and words of columns, one for each position or for as many as there is room for."""
+    kept = sorted({*range(0, len(xs), -(-len(xs) // MAX_COLUMNS)), len(xs) - 1})
+    middles = [(left + right) / 2 for left, right in pairwise(frame.x(xs[index]) for index in kept)]
+    edges = [frame.left, *middles, frame.right]
+    return [(left, right, words[index]) for (left, right), index in zip(pairwise(edges), kept, strict=True)]

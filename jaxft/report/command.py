@@ -1,16 +1,12 @@
 """The verbs `jaxft report` and `jaxft compare`."""
 
 import argparse
-import os
-import sys
 from collections.abc import Callable
 
 from jaxft.files import home_path
 from jaxft.harness import Verb, exit_code_of, whole_number
 from jaxft.report.report import MAX_EPISODES, WATCH_SECONDS, summary, watch, write_report
 from jaxft.runs.console import Console
-
-MAX_PROCESSES = 4
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,10 +34,8 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def report(parsed: argparse.Namespace, show: Callable[[str], None]) -> None:
     """Write the report that the command line asks for, and show where it is."""
-    # This process has not started jax, so that it may fork.
-    processes = min(os.cpu_count() or 1, MAX_PROCESSES) if sys.platform == "linux" else 1
     if parsed.watch is None:
-        written = write_report(parsed.folder, parsed.output, max_episodes=parsed.max_episodes, processes=processes)
+        written = write_report(parsed.folder, parsed.output, max_episodes=parsed.max_episodes)
     else:
         written = await watch(
             parsed.folder,
@@ -49,7 +43,6 @@ async def report(parsed: argparse.Namespace, show: Callable[[str], None]) -> Non
             show,
             seconds=parsed.watch,
             max_episodes=parsed.max_episodes,
-            processes=processes,
         )
     show(summary(written))
 
@@ -87,5 +80,5 @@ COMPARE = Verb(
 Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
 in different folders.""",
     add_arguments=compare_arguments,
-    run="jaxft.report.compare_command:run",  # imports matplotlib
+    run="jaxft.report.compare:run",  # imports matplotlib
 )

@@ -8,7 +8,7 @@ Figures are those of finished runs; others are counted, and named in the notes.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,66 +138,42 @@ def comparison_json(comparison: Comparison, x_axis: str = "epochs") -> dict[str,
         "curve_resamples": CURVE_RESAMPLES,
         "last_epochs": comparison.last_epochs,
         "groups": [
-            {
-                "name": group.name,
-                "runs": [
-                    {
-                        "path": str(run.records.path),
-                        "seed": run.seed,
-                        "status": run.status,
-                        "ending": run.ending,
-                        "resumes": run.resumes,
-                        "figures": run.figures(comparison.last_epochs),
-                    }
-                    for run in group.runs
-                ],
-            }
+            {"name": group.name, "runs": [_run_json(run, comparison.last_epochs) for run in group.runs]}
             for group in comparison.groups
         ],
-        "differences": [
-            {"path": each.path, "values": list(each.values), "has_effect": each.has_effect}
-            for each in comparison.differences
-        ],
+        "differences": [asdict(each) for each in comparison.differences],
         "figures": {
-            name: [None if estimate is None else _estimate_json(estimate) for estimate in estimates]
+            name: [None if estimate is None else asdict(estimate) for estimate in estimates]
             for name, estimates in comparison.figures.items()
         },
         "x_axis": x_axis,
         "curves": {group.name: _curve_json(group, x_axis) for group in comparison.groups},
-        "improvements": [
-            {
-                "group": each.group,
-                "other": each.other,
-                "probability": each.probability,
-                "interval": None if each.interval is None else list(each.interval),
-            }
-            for each in comparison.improvements
-        ],
-        "left_out": [{"path": each.path, "reason": each.reason} for each in comparison.left_out],
-        "notes": list(comparison.notes),
+        "improvements": [asdict(each) for each in comparison.improvements],
+        "left_out": [asdict(each) for each in comparison.left_out],
+        "notes": comparison.notes,
+    }
+
+
+def _run_json(run: ComparedRun, last_epochs: int) -> dict[str, Any]:
+    return {
+        "path": str(run.records.path),
+        "seed": run.seed,
+        "status": run.status,
+        "ending": run.ending,
+        "resumes": run.resumes,
+        "figures": run.figures(last_epochs),
     }
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Return the figure of a group from those of its runs; at least one."""
-    has_iqm = len(values) >= MIN_SEEDS_OF_IQM
     return Estimate(
         values=tuple(values),
         mean=math.fsum(values) / len(values),
         interval=mean_interval(values),
-        iqm=interquartile_mean(values) if has_iqm else None,
+        iqm=interquartile_mean(values) if len(values) >= MIN_SEEDS_OF_IQM else None,
         iqm_interval=interquartile_mean_interval(values),
     )
-
-
-def _estimate_json(estimate: Estimate) -> dict[str, Any]:
-    return {
-        "values": list(estimate.values),
-        "mean": estimate.mean,
-        "interval": None if estimate.interval is None else list(estimate.interval),
-        "iqm": estimate.iqm,
-        "iqm_interval": None if estimate.iqm_interval is None else list(estimate.iqm_interval),
-    }
 
 
 def _curve_json(group: RunGroup, x_axis: str) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxft.report.comparison import Comparison, Estimate
 from jaxft.report.intervals import RESAMPLES, Interval
-from jaxft.report.markup import number
+from jaxft.report.pages import number
 
 MAX_CELL = 44
 """Longest cell of a table; a longer one is cut."""

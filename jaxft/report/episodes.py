@@ -1,37 +1,53 @@
-"""One episode as HTML: its messages with roles, tool calls and stop reasons, and each sampled token with its numbers.
+"""The browser of episodes: blocks of compressed HTML, an index to filter and sort by, and a first page without script.
 
-A token is a `<span class="t">` with a class per kind of shade (`a0` to `a8` for the advantage, `l` for the
+Fifty episodes are one block: their HTML, compressed and in base64, which the page's script unpacks when one of them is
+shown or searched. So ten thousand episodes take a few megabytes.
+
+A sampled token is a `<span class="t">` with a class per kind of shade (`a0` to `a8` for the advantage, `l` for the
 log-probability, `e` for the entropy), so that a switch of the page chooses among them, and the numbers themselves in
 `data-` attributes. The tokens of the prompt are not shaded; they are part of the messages.
 """
 
-import functools
-from collections.abc import Iterable, Iterator, Sequence
+import base64
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
 from typing import Any, NamedTuple
 
-from jaxft.report.charts import bucket, shortened
-from jaxft.report.markup import escaped, number, visible
-from jaxft.report.samples import question_of
-from jaxft.runs.records import Row
+from markupsafe import Markup
 
+from jaxft.report.charts import bucket, shortened
+from jaxft.report.pages import number, render, visible
+from jaxft.report.samples import Place, question_of, read_episodes, spread
+from jaxft.runs.directory import PAIRS_FILE
+from jaxft.runs.records import Row, unreadable
+
+BLOCK = 50
+"""Episodes of a block."""
+PAGE = 20
+"""Episodes of a page."""
+MAX_BYTES = 18_000_000
+"""Largest size of all blocks together, so that a browser opens the page in a moment."""
+MAX_STATIC = 400_000
+"""Characters of HTML after which the page that needs no script ends."""
+SCALE_EPISODES = 200
+"""Episodes whose tokens the shades are made for."""
+SEPARATOR = "\x1e"
 MAX_SHADED_TOKENS = 4000
 """Largest number of tokens of an answer that are shaded; the others are shown as text."""
-MAX_CHARACTERS = 20_000
-"""Largest number of characters of a text; the file of the run has the others."""
 PREVIEW = 110
 
 FAILED, CUT, TOOLS, UNSCORABLE = 1, 2, 4, 8
-"""Bits of `Fragment.flags`: it failed, a length limit cut it, it calls tools, its reward is not usable."""
+"""Bits of `Entry.flags`: it failed, a length limit cut it, it calls tools, its reward is not usable."""
 
 _TOOL_ROLES = ("tool", "function")
+_HAS_ADVANTAGE = re.compile(r" data-a=-?(?!0[ >])")
 
-
-class Scale(NamedTuple):
-    """The values of the first and the last shade of each kind."""
-
-    advantage: tuple[float, float]
-    logprob: tuple[float, float]
-    entropy: tuple[float, float]
+Scales = Mapping[str, tuple[float, float]]
+"""Values of the first and the last shade, by the letter of their kind: advantage, log-probability, entropy."""
 
 
 class Turn(NamedTuple):
@@ -39,23 +55,20 @@ class Turn(NamedTuple):
 
     Attributes:
         number: position of the answer among those of the episode.
-        logprobs: a log-probability per token.
-        texts, advantages, entropies: a value per token.
+        texts: a text per token.
+        values: advantages (`a`), log-probabilities (`l`) and entropies (`e`) per token.
         is_cut: True if the episode ends with it, at a length limit.
     """
 
     number: int
-    logprobs: list[float]
     texts: list[str] | None
-    advantages: list[float] | None
-    entropies: list[float] | None
+    values: dict[str, list[float] | None]
     is_cut: bool
 
 
-class Fragment(NamedTuple):
-    """An episode as HTML, with what the page filters and sorts by."""
+class Entry(NamedTuple):
+    """The values that the page filters and sorts an episode by."""
 
-    html: str
     epoch: int | None
     example: str
     reward: float | None
@@ -63,116 +76,206 @@ class Fragment(NamedTuple):
     flags: int
 
 
+class Archive(NamedTuple):
+    """The episodes of a report.
+
+    Attributes:
+        blocks: their HTML, compressed and in base64.
+        entries: the index: lists of the entries of each block.
+        first_page: HTML of the episodes that are shown first, as many as there is room for.
+        scales: the values of the shades.
+        num_found: number of the episodes and pairs in the run's files.
+        num_pairs: number of the preference pairs among those.
+    """
+
+    blocks: list[str]
+    entries: list[list[Entry]]
+    first_page: Markup
+    scales: Scales
+    num_found: int
+    num_pairs: int
+
+    @property
+    def num_shown(self) -> int:
+        """Number of the episodes in the report."""
+        return sum(map(len, self.entries))
+
+
+def make_archive(places: Sequence[Place], *, max_episodes: int, max_bytes: int = MAX_BYTES) -> Archive:
+    """Read episodes and return them as an archive.
+
+    Args:
+        places: all episodes of the run.
+        max_episodes: the number of episodes to keep; more are thinned alike over epochs and rewards.
+        max_bytes: the size of the blocks; a larger archive keeps fewer episodes.
+
+    Raises:
+        RunDirectoryError: a line cannot be read; the message names it.
+    """
+    scales = scales_of(read_episodes(spread(places, SCALE_EPISODES)))
+    count = min(max_episodes, len(places))
+    while True:
+        kept = spread(places, count)
+        blocks: list[str] = []
+        entries: list[list[Entry]] = []
+        for at in range(0, len(kept), BLOCK):
+            made = list(_episodes(kept[at : at + BLOCK], scales))
+            blocks.append(_packed(SEPARATOR.join(html for html, _ in made)))
+            entries.append([entry for _, entry in made])
+            size = sum(map(len, blocks))
+            if size > max_bytes and len(kept) > 1:
+                done = sum(map(len, entries))
+                count = max(1, int(0.9 * done * max_bytes / size)) if done > 1 else 1
+                break
+        else:
+            break
+    first: list[str] = []
+    room = MAX_STATIC
+    newest_first = sorted(kept, key=lambda place: -1 if place.epoch is None else place.epoch, reverse=True)
+    for html, _ in _episodes(newest_first[:PAGE], scales):
+        room -= len(html)
+        if first and room < 0:
+            break
+        first.append(html)
+    # One is open, so that shades are seen at once; tokens whose advantage is 0 have none.
+    opened = next((place for place, html in enumerate(first) if _HAS_ADVANTAGE.search(html)), 0)
+    first[opened : opened + 1] = [html.replace("<details ", "<details open ", 1) for html in first[opened : opened + 1]]
+    num_pairs = sum(place.epoch is None for place in places)
+    return Archive(blocks, entries, Markup("".join(first)), scales, len(places), num_pairs)
+
+
+def _episodes(places: Sequence[Place], scales: Scales) -> Iterator[tuple[str, Entry]]:
+    for place, row in zip(places, read_episodes(places), strict=True):
+        kind = "p" if place.file.match(f"*/{PAIRS_FILE}") else "e"
+        try:
+            yield episode_html(row, f"{kind}{place.line}", scales)
+        except (LookupError, TypeError, AttributeError) as error:  # JSON, but no episode
+            raise unreadable(place.file, error, place.line) from error
+
+
+def _packed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode("utf-8"), 6)).decode("ascii")
+
+
+def browser(archive: Archive, kept_by: str) -> dict[str, Any]:
+    """Return the values of the template `episodes.html`; `kept_by` says which episodes the run keeps."""
+    noun = "preference pairs" if archive.num_pairs == archive.num_found else "episodes"
+    shown = f"{archive.num_found:,} {noun}"
+    if archive.num_shown < archive.num_found:
+        thinned = "alike many of each epoch and over all rewards (more with --max-episodes)"
+        shown = f"{archive.num_shown:,} of {shown}, {thinned}"
+    entries = [entry for block in archive.entries for entry in block]
+    names = {name: at for at, name in enumerate(dict.fromkeys(entry.example for entry in entries))}
+    index = {
+        "page": PAGE,
+        "blocks": [len(block) for block in archive.entries],
+        "names": list(names),
+        "examples": [names[entry.example] for entry in entries],
+        "epochs": [entry.epoch for entry in entries],
+        "rewards": [entry.reward for entry in entries],
+        "tokens": [entry.num_tokens for entry in entries],
+        "flags": [entry.flags for entry in entries],
+    }
+    known = (letter for letter in archive.scales if f" data-{letter}=" in archive.first_page)
+    return {
+        "shown": shown,
+        "kept_by": kept_by,
+        "scales": {letter: [number(value, 3) for value in archive.scales[letter]] for letter in known},
+        "first_page": archive.first_page,
+        "index": _packed(json.dumps(index, separators=(",", ":"))),
+        "blocks": archive.blocks,
+    }
+
+
 def turns_of(row: Row) -> list[Turn]:
     """Return the answers that a row has tokens of, in the order of its sequences."""
     turns: list[Turn] = []
     for place, sequence in enumerate(row.get("sequences") or ()):
-        mask, order = sequence["completion_mask"], sequence.get("turns")
-        known = (_of_sequence(row, name, place) for name in ("token_texts", "advantages", "entropies"))
-        texts, advantages, entropies = known
-        start = 0
-        while True in mask[start:]:
-            start = mask.index(True, start)
-            end = start + 1
-            while end < len(mask) and mask[end] and (not order or order[end] == order[start]):
-                end += 1
-            turns.append(
-                Turn(
-                    order[start] if order else len(turns),
-                    sequence["sampler_logprobs"][start:end],
-                    None if texts is None else [str(text or "") for text in texts[start:end]],
-                    None if advantages is None else advantages[start:end],
-                    None if entropies is None else entropies[start:end],
-                    bool(sequence.get("episode_truncated")) and end == len(mask),
+        mask = sequence["completion_mask"]
+        order = sequence.get("turns") or [None] * len(mask)
+        texts, advantages, entropies = (
+            None if row.get(name) is None else row[name][place] for name in ("token_texts", "advantages", "entropies")
+        )
+        columns = {"a": advantages, "l": sequence["sampler_logprobs"], "e": entropies}
+        for (is_sampled, turn), span in groupby(range(len(mask)), key=lambda at: (mask[at], order[at])):
+            positions = list(span)
+            part = slice(positions[0], positions[-1] + 1)
+            if is_sampled:
+                turns.append(
+                    Turn(
+                        number=len(turns) if turn is None else turn,
+                        texts=None if texts is None else [str(text or "") for text in texts[part]],
+                        values={name: None if column is None else column[part] for name, column in columns.items()},
+                        is_cut=bool(sequence.get("episode_truncated")) and part.stop == len(mask),
+                    )
                 )
-            )
-            start = end
     return turns
 
 
-def _of_sequence(row: Row, name: str, place: int) -> list[Any] | None:
-    values = row.get(name)
-    return None if values is None else values[place]
-
-
-def fragment(row: Row, key: str, scale: Scale) -> Fragment:
-    """Return a row of `samples.jsonl` or `pairs.jsonl` as HTML.
+def episode_html(row: Row, key: str, scales: Scales) -> tuple[str, Entry]:
+    """Return a row of `samples.jsonl` or `pairs.jsonl` as HTML, and its entry in the index.
 
     Args:
         row: an episode, a preference pair, or the report of a failed episode.
         key: a name for the row that stays the same when the page is written again.
-        scale: the values of the shades.
+        scales: the values of the shades.
     """
     if "failure" in row:
-        return _failure(row, key)
-    turns = turns_of(row)
-    metadata = row.get("metadata") or {}
-    items = row["episode"]
-    reasons = metadata.get("finish_reasons") or []
-    is_pair = bool(items) and "chosen_response" in items[0]
-    messages = _pair(items[0], turns, scale) if is_pair else _messages(items, turns, reasons, scale)
-    is_cut = "length" in reasons or any(each.get("truncated") for each in row.get("sequences") or ())
-    roles = [item.get("role") for item in items]
-    num_tool_results = sum(role in _TOOL_ROLES for role in roles)
-    error, is_scorable = metadata.get("error"), row.get("scorable", True)
-    flags = FAILED * bool(error) | CUT * is_cut | TOOLS * bool(num_tool_results) | UNSCORABLE * (not is_scorable)
-    example = str(row.get("example_id") or metadata.get("id") or "–")
-    reward = row["reward"] if is_scorable else None
-    num_tokens = sum(len(turn.logprobs) for turn in turns)
-    last = items[0]["chosen_response"] if is_pair else next((i["content"] for i in reversed(items) if i["content"]), "")
-    marks = [
-        _mark("error", "error") if error else "",
-        _mark("cut by length", "warning") if is_cut else "",
-        _mark("reward not usable", "warning") if not is_scorable else "",
-        _mark(f"{num_tool_results} tool result{'s' * (num_tool_results > 1)}", "info") if num_tool_results else "",
-    ]
-    where = f"generation {row['generation']}" if row.get("generation") is not None else ""
-    head = _summary(row.get("epoch"), example, where, reward, marks, num_tokens, str(last), question_of(items))
-    body = f"{_about(row, metadata)}<ol class=messages>{''.join(messages)}</ol>"
-    html = f'<details class="episode" id="{escaped(key)}">{head}<div class=body>{body}</div></details>'
-    return Fragment(html, row.get("epoch"), example, reward, num_tokens, flags)
-
-
-def _failure(row: Row, key: str) -> Fragment:
-    report = str(row["failure"])
-    first = report.splitlines()[0] if report else ""
-    example = first.split("'")[1] if first.startswith("example '") and first.count("'") > 1 else "–"
-    head = _summary(row.get("epoch"), example, "", None, [_mark("failed", "error")], None, first)
-    body = f"<pre class=code tabindex=0>{visible(report[:MAX_CHARACTERS])}</pre>"
-    html = f'<details class="episode" id="{escaped(key)}">{head}<div class=body>{body}</div></details>'
-    return Fragment(html, row.get("epoch"), example, None, 0, FAILED)
-
-
-def _summary(
-    epoch: int | None,
-    example: str,
-    where: str,
-    reward: float | None,
-    marks: Iterable[str],
-    num_tokens: int | None,
-    preview: str,
-    question: str = "",
-) -> str:
-    when = "pair" if epoch is None else f"epoch {epoch}"
-    size = "" if num_tokens is None else f"{num_tokens:,} tokens"
-    asked = f"<bdi class=question>{escaped(question[:PREVIEW])}</bdi> → " if question else ""
-    shown = escaped(" ".join(preview[: 4 * PREVIEW].split())[:PREVIEW])
-    return (
-        f"<summary><span class=reward>{escaped(number(reward))}</span><span class=when>{when}</span>"
-        f"<b>{escaped(shortened(example, 40))}</b><span class=quiet>{where}</span><span class=quiet>{size}</span>"
-        f"{''.join(marks)}<span class=preview>{asked}<bdi>{shown}</bdi></span></summary>"
+        report = str(row["failure"])
+        first = report.splitlines()[0] if report else ""
+        example = first.split("'")[1] if first.startswith("example '") and first.count("'") > 1 else "–"
+        entry, marks, preview = Entry(row.get("epoch"), example, None, 0, FAILED), [("failed", "error")], first
+        about: dict[str, Any] = {"failure": report, "where": "", "size": "", "question": ""}
+    else:
+        entry, marks, preview, about = _episode(row, scales)
+    html = render(
+        "episode.html",
+        key=key,
+        reward=entry.reward,
+        when="pair" if entry.epoch is None else f"epoch {entry.epoch}",
+        short_example=shortened(entry.example, 40),
+        marks=marks,
+        preview=" ".join(preview[: 4 * PREVIEW].split())[:PREVIEW],
+        **about,
     )
+    return html, entry
 
 
-def _mark(words: str, kind: str) -> str:
-    return f'<span class="badge {kind}">{escaped(words)}</span>'
+def _episode(row: Row, scales: Scales) -> tuple[Entry, list[tuple[str, str]], str, dict[str, Any]]:
+    turns, metadata, items = turns_of(row), row.get("metadata") or {}, row["episode"]
+    reasons, error, is_scorable = metadata.get("finish_reasons") or [], metadata.get("error"), row.get("scorable", True)
+    is_pair = bool(items) and "chosen_response" in items[0]
+    is_cut = "length" in reasons or any(each.get("truncated") for each in row.get("sequences") or ())
+    results = sum(item.get("role") in _TOOL_ROLES for item in items)
+    entry = Entry(
+        epoch=row.get("epoch"),
+        example=str(row.get("example_id") or metadata.get("id") or "–"),
+        reward=row["reward"] if is_scorable else None,
+        num_tokens=sum(len(turn.values["l"] or ()) for turn in turns),
+        flags=FAILED * bool(error) | CUT * is_cut | TOOLS * bool(results) | UNSCORABLE * (not is_scorable),
+    )
+    marks = [
+        *[("error", "error")] * bool(error),
+        *[("cut by length", "warning")] * is_cut,
+        *[("reward not usable", "warning")] * (not is_scorable),
+        *[(f"{results} tool result{'s' * (results > 1)}", "info")] * bool(results),
+    ]
+    last = items[0]["chosen_response"] if is_pair else next((i["content"] for i in reversed(items) if i["content"]), "")
+    about = {
+        "failure": None,
+        "where": f"generation {row['generation']}" if row.get("generation") is not None else "",
+        "size": f"{entry.num_tokens:,} tokens",
+        "question": question_of(items)[:PREVIEW],
+        "facts": _facts(row, metadata),
+        "error": str(error) if error else None,
+        "messages": list(_pair(items[0], turns, scales) if is_pair else _messages(items, turns, reasons, scales)),
+    }
+    return entry, marks, str(last), about
 
 
-def _about(row: Row, metadata: Row) -> str:
-    """Return what is known of an episode beside its messages: named rewards, the evaluator's words, an error."""
-    facts: list[tuple[str, str]] = []
-    named = row.get("named_rewards") or {}
-    facts += [(name, number(value)) for name, value in named.items()]
+def _facts(row: Row, metadata: Row) -> list[tuple[str, str]]:
+    """Return what is known of an episode beside its messages: named rewards and the evaluator's words."""
+    facts = [(name, number(value)) for name, value in (row.get("named_rewards") or {}).items()]
     if metadata.get("score") is not None and metadata["score"] != row.get("reward"):
         facts.append(("score", number(metadata["score"])))
     if row.get("shaped_rewards"):
@@ -181,109 +284,86 @@ def _about(row: Row, metadata: Row) -> str:
         if metadata.get(name) is not None:
             facts.append((name.replace("_", " "), number(metadata[name])))
     if metadata.get("reasoning") not in (None, ""):
-        facts.append(("evaluator", str(metadata["reasoning"])[:MAX_CHARACTERS]))
-    listed = "".join(f"<div><dt>{escaped(name)}</dt><dd>{visible(value)}</dd></div>" for name, value in facts)
-    error = metadata.get("error")
-    return (f'<dl class="facts">{listed}</dl>' if listed else "") + (
-        f'<p class="notice error">{visible(str(error)[:MAX_CHARACTERS])}</p>' if error else ""
-    )
+        facts.append(("evaluator", str(metadata["reasoning"])[:20_000]))
+    return facts
 
 
-def _messages(items: Sequence[Row], turns: Sequence[Turn], reasons: Sequence[str], scale: Scale) -> Iterator[str]:
+def _messages(items: Sequence[Row], turns: Sequence[Turn], reasons: Sequence[str], scales: Scales) -> Iterator[Row]:
     """Yield the messages of an episode; an answer whose log-probabilities are those of a turn shows its tokens."""
     unmatched = list(turns)
-    for place, item in enumerate(items):
+    for item, following in zip(items, [*items[1:], {}], strict=True):
         role, content, logprobs = str(item.get("role")), str(item.get("content") or ""), item.get("logprobs")
-        turn = None
-        if isinstance(logprobs, list) and logprobs:
-            turn = next((each for each in unmatched if each.logprobs == logprobs), None)
-        marks = []
+        is_answer, marks = role == "assistant", []
+        turn = next((each for each in unmatched if logprobs and each.values["l"] == logprobs), None)
         if turn is not None:
             unmatched.remove(turn)
             reason = reasons[turn.number] if 0 <= turn.number < len(reasons) else "length" if turn.is_cut else None
             if reason is not None:
-                marks.append(_mark(f"finish: {reason}", "warning" if reason == "length" else "plain"))
-        if role == "assistant" and place + 1 < len(items) and items[place + 1].get("role") in _TOOL_ROLES:
-            marks.append(_mark("calls a tool", "info"))
-        if role == "assistant" and not logprobs:
-            marks.append(_mark("not sampled", "plain"))
-        name = "tool result" if role in _TOOL_ROLES else role
-        yield _message(role, name, _answer(turn, content, scale), marks)
+                marks.append((f"finish: {reason}", "warning" if reason == "length" else "plain"))
+        marks += [("calls a tool", "info")] * (is_answer and following.get("role") in _TOOL_ROLES)
+        marks += [("not sampled", "plain")] * (is_answer and not logprobs)
+        yield _message(role, "tool result" if role in _TOOL_ROLES else role, content, turn, scales, marks)
     for turn in unmatched:
         if turn.texts is not None:
-            yield _message("assistant", "sampled tokens of no message", _answer(turn, "", scale), [])
+            yield _message("assistant", "sampled tokens of no message", "", turn, scales)
 
 
-def _pair(item: Row, turns: Sequence[Turn], scale: Scale) -> Iterator[str]:
+def _pair(item: Row, turns: Sequence[Turn], scales: Scales) -> Iterator[Row]:
     prompt = item["prompt"]
-    said = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
-    for message in said:
-        yield _message(str(message["role"]), str(message["role"]), _text(str(message["content"])), [])
-    pairs = (("chosen", item["chosen_response"], 0), ("rejected", item["rejected_response"], 1))
-    for name, content, place in pairs:
+    for message in [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt:
+        yield _message(str(message["role"]), str(message["role"]), str(message["content"]), None, scales)
+    for place, name in enumerate(("chosen", "rejected")):
         turn = turns[place] if len(turns) == 2 else None
-        yield _message(f"assistant {name}", name, _answer(turn, str(content), scale), [])
+        yield _message(f"assistant {name}", name, str(item[f"{name}_response"]), turn, scales)
 
 
-def _message(role: str, name: str, content: str, marks: Sequence[str]) -> str:
-    return (
-        f'<li class="message {escaped(role)}"><div class=role>{escaped(name)}{"".join(marks)}</div>'
-        f"<div class=content>{content}</div></li>"
-    )
-
-
-def _text(words: str) -> str:
-    if not words:
-        return "<span class=quiet>(empty)</span>"
-    shown = str(visible(words[:MAX_CHARACTERS]) if len(words) > 200 else _visible(words))
-    left = len(words) - MAX_CHARACTERS
-    return shown + (f'<p class="note">{left:,} more characters are in the run\'s file</p>' if left > 0 else "")
-
-
-def _answer(turn: Turn | None, content: str, scale: Scale) -> str:
-    """Return an answer as its tokens, where their texts are known, and otherwise as its text."""
+def _message(
+    role: str, name: str, content: str, turn: Turn | None, scales: Scales, marks: Sequence[tuple[str, str]] = ()
+) -> Row:
+    """Return the values of a message: its tokens where their texts are known, and otherwise its text."""
     if turn is None or turn.texts is None:
-        return _text(content)
-    shaded = _tokens(turn, scale)
-    rest = "".join(turn.texts[MAX_SHADED_TOKENS:])
-    if rest:
-        shaded += f'<p class="note">The tokens after the first {MAX_SHADED_TOKENS:,} are not shaded:</p>{_text(rest)}'
-    if content and content.strip() not in "".join(turn.texts):
-        shaded += f'<details class="other"><summary>as the agent got it</summary>{_text(content)}</details>'
-    return shaded
+        return {"role": role, "name": name, "marks": marks, "tokens": None, "content": content}
+    return {
+        "role": role,
+        "name": name,
+        "marks": marks,
+        "tokens": _tokens(turn.texts[:MAX_SHADED_TOKENS], turn.values, scales),
+        "rest": "".join(turn.texts[MAX_SHADED_TOKENS:]),
+        "content": "" if content.strip() in "".join(turn.texts) else content,
+    }
 
 
-def _tokens(turn: Turn, scale: Scale) -> str:
-    assert turn.texts is not None
-    parts = []
-    for at, text in enumerate(turn.texts[:MAX_SHADED_TOKENS]):
-        classes, data = "t", ""
-        for letter, values, value_range in (
-            ("a", turn.advantages, scale.advantage),
-            ("l", turn.logprobs, scale.logprob),
-            ("e", turn.entropies, scale.entropy),
-        ):
-            if values is not None and (value := values[at]) is not None:
-                classes += f" {letter}{bucket(value, value_range)}"
+def _tokens(texts: Sequence[str], values: Mapping[str, list[float] | None], scales: Scales) -> Markup:
+    """Return tokens as HTML, here and not in the template, which would take twice the time for a million of them."""
+    columns = [(letter, column, scales[letter]) for letter, column in values.items() if column is not None]
+    spans = []
+    for at, text in enumerate(texts):
+        classes = data = ""
+        for letter, column, scale in columns:
+            if (value := column[at]) is not None:
+                classes += f" {letter}{bucket(value, scale)}"
                 data += f" data-{letter}={value:.4g}"
-        parts.append(f'<span class="{classes}" tabindex=0{data}>{_visible(text)}</span>')
-    return "".join(parts)
+        spans.append(f'<span class="t{classes}" tabindex=0{data}>{_visible_token(text)}</span>')
+    return Markup("".join(spans))
 
 
-_visible = functools.lru_cache(4096)(visible)
-"""`visible`, for texts that come again and again, such as those of tokens."""
+_visible_token = lru_cache(4096)(visible)
+"""`visible`, for texts that come again and again."""
 
 
-def scale_of(rows: Iterable[Row]) -> Scale:
+def scales_of(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
     """Return the values of the shades that suit some episodes.
 
     The middle shade of the advantage is 0, and the outermost fiftieth of the values share the outermost shades.
     """
     turns = [turn for row in rows if "failure" not in row for turn in turns_of(row)]
-    advantage = _high([abs(value) for turn in turns for value in turn.advantages or () if value is not None], 0.1)
-    surprise = _high([-value for turn in turns for value in turn.logprobs if value is not None], 1.0)
-    entropy = _high([value for turn in turns for value in turn.entropies or () if value is not None], 0.5)
-    return Scale((-advantage, advantage), (0.0, -surprise), (0.0, entropy))
+    found = {
+        letter: [value for turn in turns for value in turn.values[letter] or () if value is not None]
+        for letter in "ale"
+    }
+    advantage = _high([abs(value) for value in found["a"]], 0.1)
+    surprise = _high([-value for value in found["l"]], 1.0)
+    return {"a": (-advantage, advantage), "l": (0.0, -surprise), "e": (0.0, _high(found["e"], 0.5))}
 
 
 def _high(values: list[float], least: float) -> float:

@@ -1,4 +1,4 @@
-"""Sections on a run as a whole: its state and results, its configuration, and what went wrong."""
+"""A run as a whole: its state and results, its configuration, and what went wrong."""
 
 import json
 import re
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxft.report.charts import is_finite
-from jaxft.report.markup import Markup, duration, number, tag, visible
-from jaxft.report.page import code, details, facts, notice, section, subheading, table, tiles
+from jaxft.report.pages import duration, number, setting
 from jaxft.report.samples import Place, read_episodes
 from jaxft.runs.metrics import NAMED_REWARD, reward_figures
 from jaxft.runs.records import Row, RunRecords
@@ -37,61 +36,43 @@ FAULTS = {
 """Metrics that count faults, and what they count."""
 
 
-def header(run: RunRecords, places: Sequence[Place]) -> Markup:
-    """Return the head of the page: name, state, the figures that matter most, and how to repeat or resume the run."""
+STATES = {
+    "running": ("running", "info"),
+    "ended": ("ended", "good"),
+    "stopped": ("stopped before its end", "warning"),
+    "unknown": ("not ended; whether it runs cannot be seen from here", "info"),
+}
+"""Words for the state of a run, and the kind of badge that they stand in."""
+
+
+def overview(run: RunRecords) -> dict[str, Any]:
+    """Return the head of the page: state, the figures that matter most, and how to repeat or resume the run."""
     environment, finetuning = run.environment, run.config.get("finetuning") or {}
-    planned = finetuning.get("num_epochs")
+    llms, adapter = run.config.get("llms") or {}, _chosen(run.config, "trainer_adapters", "trainer_adapter")
+    llm: Row = llms.get(adapter.get("llm")) or next(iter(llms.values()), {})
     versions = environment.get("versions") or {}
     identity = {
-        "Model": _model(run.config),
-        "Loss": _loss(run.config),
+        "Model": str(llm.get("path") or llm.get("preset") or ""),
+        "Loss": str((adapter.get("loss") or {}).get("name", "")),
         "Seed": finetuning.get("seed"),
         "Devices": ", ".join(environment.get("devices") or ()),
         "Versions": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
         "Commit": (environment.get("git_commit") or "")[:12],
     }
-    commands = []
-    if environment.get("command"):
-        commands += [subheading("Command"), code(_command(environment["command"]))]
-    if environment.get("resume_command") and run.state != "ended":
-        commands += [subheading("To resume"), code(str(environment["resume_command"]))]
     shown = {*OWN_RESULTS, *reward_figures(run.metrics)}
     result = {name: value for name, value in (run.result or {}).items() if name not in shown}
     numbers = {name: value for name, value in result.items() if is_finite(value)}
     identity |= {name: _value(value) for name, value in result.items() if name not in numbers}
-    return tag(
-        "header",
-        {"id": "top"},
-        tag("h1", {}, run.name, " ", _state(run, planned)),
-        *_why_stopped(run),
-        tiles(_tiles(run, planned)),
-        tiles((_words(name), number(value), "result") for name, value in numbers.items()) if numbers else None,
-        facts({name: value for name, value in identity.items() if value not in (None, "")}),
-        details("Command" if run.state == "ended" else "Command, and command to resume", *commands)
-        if commands
-        else None,
-    )
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
-
-
-def _state(run: RunRecords, planned: object) -> Markup:
-    words = {
-        "running": ("running", "info"),
-        "ended": ("ended", "good"),
-        "stopped": ("stopped before its end", "warning"),
-        "unknown": ("not ended; whether it runs cannot be seen from here", "info"),
+    last_words = [line for line in run.log_tail(40) if line.strip()][-3:]
+    return {
+        "state": STATES[run.state],
+        "last_words": " / ".join(last_words) if run.state == "stopped" else None,
+        "tiles": list(_tiles(run, finetuning.get("num_epochs"))),
+        "results": [(name.replace("_", " "), number(value), "result") for name, value in numbers.items()],
+        "identity": {name: value for name, value in identity.items() if value not in (None, "")},
+        "command": _command(environment.get("command") or ()),
+        "resume_command": None if run.state == "ended" else environment.get("resume_command"),
     }
-    name, kind = words[run.state]
-    return tag("span", {"class": f"badge {kind}"}, name)
-
-
-def _why_stopped(run: RunRecords) -> Iterator[Markup]:
-    if run.state == "stopped":
-        last = [line for line in run.log_tail(40) if line.strip()][-3:]
-        yield notice("The run is not going on, and has no result. Its last words: " + " / ".join(last), kind="warning")
 
 
 def _tiles(run: RunRecords, planned: Any) -> Iterator[tuple[str, str, str]]:
@@ -111,28 +92,16 @@ def _tiles(run: RunRecords, planned: Any) -> Iterator[tuple[str, str, str]]:
         words = f"best {number(best_row['avg_reward'], 3)} after {best_row['epoch']}"
         yield "Validation reward", number(validations[-1]["avg_reward"], 3), words
     yield "Epochs", number(len(run.metrics)), f"of {number(planned)}" if planned else ""
-    seconds = sum(row.get("seconds") or 0.0 for row in run.timings)
-    total = (run.result or {}).get("seconds")
-    if total or seconds:
+    total = (run.result or {}).get("seconds") or sum(row.get("seconds") or 0.0 for row in run.timings)
+    if total:
         warm = [row.get("seconds") or 0.0 for row in run.warm_timings]
-        yield "Time", duration(total or seconds), f"{duration(sum(warm) / len(warm))} per epoch" if warm else ""
+        yield "Time", duration(total), f"{duration(sum(warm) / len(warm))} per epoch" if warm else ""
     speeds = [row["tokens_per_second"] for row in run.timings if is_finite(row.get("tokens_per_second"))]
     if speeds:
         yield "Tokens per second", number(sorted(speeds)[len(speeds) // 2], 3), "sampled, median"
     episodes = sum(row.get("episodes") or 0 for row in run.metrics)
     if episodes:
         yield "Episodes", number(episodes), f"{number(episodes / len(run.metrics), 3)} per epoch"
-
-
-def _model(config: Row) -> str:
-    llms = config.get("llms") or {}
-    adapter = _chosen(config, "trainer_adapters", "trainer_adapter")
-    llm: Row = llms.get(adapter.get("llm")) or next(iter(llms.values()), {})
-    return str(llm.get("path") or llm.get("preset") or "")
-
-
-def _loss(config: Row) -> str:
-    return str((_chosen(config, "trainer_adapters", "trainer_adapter").get("loss") or {}).get("name", ""))
 
 
 def _chosen(config: Row, kind: str, name: str) -> Row:
@@ -152,122 +121,66 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else number(value)
 
 
-def _setting(value: Any) -> str:
-    """Return a value of the configuration nearly as YAML has it."""
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+def configuration(run: RunRecords) -> dict[str, Any]:
+    """Return settings with their defaults, where those differ, and settings that were chosen for the devices.
+
+    Without a record of the `differences`, as in older runs, they are None.
+    """
+    differences, chosen = run.environment.get("differences"), run.environment.get("chosen") or {}
+    rows = [
+        (path, setting(each.get("value")), setting(each["default"]) if "default" in each else "(no default)")
+        for path, each in (differences or {}).items()
+    ]
+    return {
+        "differences": None if differences is None else rows,
+        "chosen": [(path, setting(value)) for path, value in chosen.items()],
+    }
 
 
-def _default(difference: Row) -> str:
-    return _setting(difference["default"]) if "default" in difference else "(no default)"
+def faults(run: RunRecords, places: Sequence[Place]) -> dict[str, Any]:
+    """Return failed episodes, updates that were not made, warnings, and the end of the log."""
+    failed = [place for place in places if place.is_failure]
+    reports = [(row.get("epoch"), str(row.get("failure", ""))) for row in read_episodes(failed[:MAX_ROWS])]
+    warnings = []
+    for line in run.log_lines():
+        words = _STAMP.sub("", line)
+        if not _PROGRESS.match(words) and _WARNING.search(words):
+            warnings.append(line)
+    return {
+        "counted": list(_counted(run)),
+        "bad_batches": sorted(path.name for path in run.path.glob("bad_batches/*.npz")),
+        "num_failed": len(failed),
+        "failures": [(epoch, report.split("\n", 1)[0][:300], report[:20_000]) for epoch, report in reports],
+        "num_warnings": len(warnings),
+        "warnings": [line[:1000] for line in warnings[-MAX_ROWS:]],
+        "resumes": [_resume(row) for row in run.resumes],
+        "log": run.log_tail(MAX_LOG_LINES),
+    }
 
 
-def configuration_section(run: RunRecords) -> Markup:
-    """Return the section with the configuration: first what differs from the defaults, then all of it."""
-    differences = run.environment.get("differences")
-    chosen = run.environment.get("chosen") or {}
-    content: list[Markup | None] = []
-    if differences:
-        rows = [(path, _setting(each.get("value")), _default(each)) for path, each in differences.items()]
-        content.append(table(("setting", "value", "default"), rows))
-    elif differences is None:
-        content.append(
-            tag("p", {"class": "empty"}, "The run has not noted what differs from the defaults, as older runs do.")
-        )
-    else:
-        content.append(tag("p", {"class": "empty"}, "Every setting has its default."))
-    if chosen:
-        content += [
-            subheading("Chosen for the devices, where the configuration says auto"),
-            table(("setting", "value"), [(path, _setting(value)) for path, value in chosen.items()]),
-        ]
-    content.append(
-        details("The whole configuration", code(run.config_text), is_open=differences is None and not run.metrics)
-    )
-    return section("configuration", "Configuration", *content)
+def _resume(row: Row) -> tuple[str, str, str]:
+    step, changes = row.get("checkpoint"), []
+    for path, values in (row.get("changes") or {}).items():
+        is_pair = isinstance(values, list) and len(values) == 2
+        changes.append(f"{path}: {' → '.join(map(setting, values)) if is_pair else setting(values)}")
+    where = "the beginning" if step is None else f"checkpoint {step}"
+    return where, "; ".join(changes) or "none", ", ".join(row.get("devices") or ()) or "–"
 
 
-def faults_section(run: RunRecords, places: Sequence[Place]) -> Markup:
-    """Return the section with failed episodes, updates that were not made, warnings, and resumes."""
-    content = [*_counted(run), *_failures(places), *_warnings(run), *_resumes(run)]
-    if not content:
-        content = [tag("p", {"class": "empty"}, "Nothing failed, nothing was refused, and the run was never resumed.")]
-    tail = run.log_tail(MAX_LOG_LINES)
-    log = details(f"The last {len(tail)} lines of run.log", code("\n".join(tail))) if tail else None
-    return section("faults", "Faults and resumes", *content, log)
-
-
-def _counted(run: RunRecords) -> Iterator[Markup]:
-    rows = []
+def _counted(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     for name, words in FAULTS.items():
         found = [(row["epoch"], row[name]) for row in run.metrics if is_finite(row.get(name)) and row[name] > 0]
         if found:
-            epochs = ", ".join(str(epoch) for epoch, _ in found[:12]) + (" …" if len(found) > 12 else "")
-            rows.append(
-                (
-                    words,
-                    number(sum(count for _, count in found)),
-                    f"{len(found)} epochs: {epochs}" if len(found) > 1 else epochs,
-                )
-            )
+            where = _listed([str(epoch) for epoch, _ in found])
+            where = f"{len(found)} epochs: {where}" if len(found) > 1 else where
+            yield words, number(sum(count for _, count in found)), where
     bad: dict[str, list[str]] = {}
     for row in (*run.metrics, *run.timings):
         for name, value in (row.get("non_finite") or {}).items():
             bad.setdefault(name, []).append(f"{row['epoch']} ({value})")
-    rows += [
-        (f"{name} was not finite", number(len(where)), ", ".join(where[:12]) + (" …" if len(where) > 12 else ""))
-        for name, where in bad.items()
-    ]
-    if rows:
-        yield table(("fault", "number", "in epochs"), rows, numbers=(1,))
-    batches = sorted(path.name for path in run.path.glob("bad_batches/*.npz"))
-    if batches:
-        yield notice(
-            f"Batches of updates that were not finite are kept in bad_batches: {', '.join(batches)}", kind="warning"
-        )
+    for name, epochs in bad.items():
+        yield f"{name} was not finite", number(len(epochs)), _listed(epochs)
 
 
-def _failures(places: Sequence[Place]) -> Iterator[Markup]:
-    failed = [place for place in places if place.is_failure]
-    if failed:
-        kept = failed[:MAX_ROWS]
-        yield subheading(
-            f"Failed episodes: {len(kept)} of {len(failed)} reports"
-            if len(failed) > len(kept)
-            else f"Failed episodes ({len(failed)})"
-        )
-        for row in read_episodes(kept):
-            report = str(row.get("failure", ""))
-            first = report.split("\n", 1)[0]
-            yield details(tag("span", {}, f"Epoch {row.get('epoch')}: ", visible(first[:300])), code(report[:20_000]))
-
-
-def _warnings(run: RunRecords) -> Iterator[Markup]:
-    found = []
-    for line in run.log_lines():
-        words = _STAMP.sub("", line)
-        if not _PROGRESS.match(words) and _WARNING.search(words):
-            found.append(line)
-    if found:
-        kept = found[-MAX_ROWS:]
-        name = f"Warnings in run.log ({len(found)})" + (f", the last {len(kept)}" if len(kept) < len(found) else "")
-        yield subheading(name)
-        yield code("\n".join(line[:1000] for line in kept))
-
-
-def _resumes(run: RunRecords) -> Iterator[Markup]:
-    if not run.resumes:
-        return
-    yield subheading(f"Resumes ({len(run.resumes)})")
-    rows = []
-    for row in run.resumes:
-        step = row.get("checkpoint")
-        changes = "; ".join(f"{path}: {_change(values)}" for path, values in (row.get("changes") or {}).items())
-        devices = ", ".join(row.get("devices") or ())
-        rows.append(("the beginning" if step is None else f"checkpoint {step}", changes or "none", devices or "–"))
-    yield table(("resumed from", "changes of the configuration", "devices"), rows)
-
-
-def _change(values: Any) -> str:
-    if isinstance(values, list) and len(values) == 2:
-        return " → ".join(map(_setting, values))
-    return _setting(values)
+def _listed(epochs: Sequence[str]) -> str:
+    return ", ".join(epochs[:12]) + (" …" if len(epochs) > 12 else "")

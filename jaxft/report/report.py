@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import disk_errors
-from jaxft.report.browser import browser_section, make_archive
-from jaxft.report.curves import curves_section, rewards_section, timings_section, validation_section
-from jaxft.report.markup import tag
-from jaxft.report.overview import configuration_section, faults_section, header
-from jaxft.report.page import page
+from jaxft.report.curves import curves, timings, validation
+from jaxft.report.episodes import Archive, browser, make_archive
+from jaxft.report.overview import configuration, faults, overview
+from jaxft.report.pages import render_page
+from jaxft.report.rewards import rewards
 from jaxft.report.samples import find_episodes
 from jaxft.runs.files import SAMPLES_FILE
 from jaxft.runs.records import RunRecords, read_run
@@ -45,7 +45,6 @@ def write_report(
     output: str | os.PathLike[str] | None = None,
     *,
     max_episodes: int = MAX_EPISODES,
-    processes: int = 1,
     refresh_seconds: float | None = None,
 ) -> Written:
     """Write the report of a run.
@@ -54,7 +53,6 @@ def write_report(
         run: the run directory; the run may be going on.
         output: the file to write; by default `report.html` in the run directory.
         max_episodes: the number of episodes to show; of more, some of each epoch and reward are shown.
-        processes: processes that read episodes; above 1 only in a process that has not started jax.
         refresh_seconds: seconds after which the page loads itself again, while the run goes on; None for never.
 
     Raises:
@@ -62,71 +60,40 @@ def write_report(
         DiskFull: there is no room for it.
     """
     records = read_run(Path(run))
-    html, num_episodes, num_found = report_html(
-        records, max_episodes=max_episodes, processes=processes, refresh_seconds=refresh_seconds
-    )
+    html, archive = report_html(records, max_episodes=max_episodes, refresh_seconds=refresh_seconds)
     path = records.path / REPORT_FILE if output is None else Path(output)
     content = html.encode("utf-8")
     _replace(path, content)
-    return Written(path, len(content), num_episodes, num_found, records.state)
+    return Written(path, len(content), archive.num_shown, archive.num_found, records.state)
 
 
 def report_html(
-    records: RunRecords,
-    *,
-    max_episodes: int = MAX_EPISODES,
-    processes: int = 1,
-    refresh_seconds: float | None = None,
-) -> tuple[str, int, int]:
-    """Return the report of a run, the number of episodes in it, and the number that the run has kept."""
+    records: RunRecords, *, max_episodes: int = MAX_EPISODES, refresh_seconds: float | None = None
+) -> tuple[str, Archive]:
+    """Return the report of a run, and the episodes in it."""
     places = find_episodes(records.path)
-    archive = make_archive(places, max_episodes=max_episodes, processes=processes)
-    validation = validation_section(records, places)
-    sections = {
-        "curves": curves_section(records),
-        "rewards": rewards_section(records, places),
-        "validation": validation,
-        "episodes": browser_section(archive, _kept_by(records)),
-        "timings": timings_section(records),
-        "configuration": configuration_section(records),
-        "faults": faults_section(records, places),
-    }
-    names = {
-        "curves": "Curves",
-        "rewards": "Rewards",
-        "validation": "Validation",
-        "episodes": "Episodes",
-        "timings": "Time and memory",
-        "configuration": "Configuration",
-        "faults": "Faults and resumes",
-    }
-    html = page(
-        f"{records.name} · jaxft report",
-        header(records, places),
-        *sections.values(),
-        _footer(records),
-        nav=[("top", records.name), *((key, names[key]) for key, made in sections.items() if made is not None)],
-        styles=("episodes.css",),
-        scripts=("episodes.js",),
-        refresh_seconds=refresh_seconds if records.state in ("running", "unknown") else None,
-    )
-    return html, len(archive.entries), archive.num_found
-
-
-def _kept_by(records: RunRecords) -> str:
-    config = records.config
-    trainer = (config.get("trainers") or {}).get((config.get("finetuning") or {}).get("trainer")) or {}
+    archive = make_archive(places, max_episodes=max_episodes)
+    trainer = (records.config.get("trainers") or {}).get((records.config.get("finetuning") or {}).get("trainer")) or {}
     setting = trainer.get("save_episodes")
-    return f"those kept in {SAMPLES_FILE}" + ("" if setting is None else f" (save_episodes: {setting})")
-
-
-def _footer(records: RunRecords) -> object:
-    version = (records.environment.get("versions") or {}).get("jaxft")
-    made = time.strftime("%Y-%m-%d %H:%M:%S")
-    words = f"Written {made} by jaxft report from {records.path.resolve().name}" + (
-        f", a run of jaxft {version}" if version else ""
+    kept_by = f"those kept in {SAMPLES_FILE}" + ("" if setting is None else f" (save_episodes: {setting})")
+    html = render_page(
+        "report.html",
+        styles=["episodes.css"],
+        scripts=["episodes.js"],
+        refresh_seconds=refresh_seconds if records.state in ("running", "unknown") else None,
+        run=records,
+        overview=overview(records),
+        curves=curves(records),
+        rewards=rewards(records, places),
+        validation=validation(records, places),
+        episodes=browser(archive, kept_by),
+        timings=timings(records),
+        configuration=configuration(records),
+        faults=faults(records, places),
+        time=time.strftime("%Y-%m-%d %H:%M:%S"),
+        version=(records.environment.get("versions") or {}).get("jaxft"),
     )
-    return tag("footer", {}, words)
+    return html, archive
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -154,7 +121,6 @@ async def watch(
     *,
     seconds: float = WATCH_SECONDS,
     max_episodes: int = MAX_EPISODES,
-    processes: int = 1,
 ) -> Written:
     """Write the report of a run again and again until the run ends; when it is cancelled, a last time.
 
@@ -165,7 +131,7 @@ async def watch(
         output: the file to write; by default `report.html` in the run directory.
         show: shows a message.
         seconds: seconds between two reports.
-        max_episodes, processes: as in `write_report`.
+        max_episodes: as in `write_report`.
     """
     shown = ""
     options = {"max_episodes": max_episodes, "processes": processes}

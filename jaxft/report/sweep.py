@@ -322,8 +322,8 @@ async def execute(sweep: Sweep, jobs: int, *, fail_fast: bool) -> None:
 def _compare(sweep: Sweep, console: Console) -> None:
     """Show and write the comparison of all runs that have begun."""
     # matplotlib and numpy take a second to import, for which a sweep that only lists its runs should not wait.
+    from jaxft.report.compare import write_comparison
     from jaxft.report.comparison import compare_runs
-    from jaxft.report.comparison_files import write_comparison
     from jaxft.report.comparison_text import comparison_text
 
     made = [run.directory for run in sweep.runs if (run.directory / CONFIG_FILE).is_file()]

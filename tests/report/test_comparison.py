@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from jaxft.errors import RunDirectoryError
+from jaxft.report.compare import comparison_page, default_folder, write_comparison
 from jaxft.report.comparison import compare_runs, comparison_json
 from jaxft.report.comparison_curves import group_curves, run_curve
-from jaxft.report.comparison_files import default_folder, write_comparison
-from jaxft.report.comparison_page import comparison_page
 from jaxft.report.comparison_text import comparison_text
 from tests.report.compared import write_rows, write_run
 

@@ -12,8 +12,9 @@ import pytest
 
 from jaxft.cli import main
 from jaxft.errors import RunDirectoryError
-from jaxft.report.browser import make_archive
-from jaxft.report.markup import VOID
+from jaxft.report.episodes import make_archive
+
+VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
 from jaxft.report.report import watch, write_report
 from jaxft.report.samples import find_episodes, read_episodes
 from jaxft.runs.directory import RunDirectory

@@ -33,7 +33,7 @@
   }
 
   // Words of a search as they stand in HTML without its tags.
-  const escapes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;" };
+  const escapes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&#34;", "'": "&#39;" };
   const escaped = (text) => text.replace(/[&<>"']/g, (sign) => escapes[sign]);
   const plain = (html) => html.replace(/<[^>]*>/g, "").toLowerCase();
 

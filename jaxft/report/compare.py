@@ -1,0 +1,259 @@
+"""The verb `compare`, and the files of a comparison: a picture, a page and JSON, in a folder of their own.
+
+Files that jaxft did not write are never replaced: the JSON file of an earlier comparison marks the folder as its own.
+"""
+
+import argparse
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from markupsafe import Markup
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from jaxft.errors import RunDirectoryError
+from jaxft.files import json_bytes, replace_file
+from jaxft.harness import exit_code_of
+from jaxft.report.charts import SMALL, WIDE, Band, Line, line_chart
+from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
+from jaxft.report.comparison import Comparison, compare_runs, comparison_json
+from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, GroupCurves, group_curves, run_curve
+from jaxft.report.comparison_text import comparison_text, figure_rows, figures_title, overview, with_interval
+from jaxft.report.pages import ENVIRONMENT, number, render_page
+from jaxft.report.run_groups import RunGroup
+from jaxft.runs.console import current_console, printable
+from jaxft.runs.directory import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FOLDER_NAME = "compare"
+PICTURE_FILE, PAGE_FILE = "compare.png", "compare.html"
+
+COLORS = ("#2563b8", "#d1590a", "#00805f", "#a64d8c", "#8a6d00", "#2f8fbf", "#7a4b2a", "#6b7280")
+"""Colours of the groups: `--c0` to `--c7` of assets/page.css, in its light form."""
+
+BADGES = {"finished": "good", "failed": "error", "unfinished": "warning"}
+
+
+def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Compare the runs that the command line names, show the result, write its files, and return the exit code."""
+
+    async def compare() -> None:
+        console = current_console()
+        comparison = compare_runs(parsed.runs, last_epochs=parsed.last_epochs)
+        folder = default_folder(comparison.runs) if parsed.output is None else parsed.output
+        check_folder(folder)  # before the tables, so that a refusal is not at the end of many lines
+        console.message(comparison_text(comparison, console.columns) + "\n")
+        files = write_comparison(comparison, folder, x_axis=parsed.x)
+        if parsed.json is not None:
+            files.append(_write_json(comparison, parsed.json, parsed.x))
+        console.message("\n".join(f"written to {file}" for file in files))
+
+    return exit_code_of(compare, title="compare")
+
+
+def default_folder(runs: Sequence[ComparedRun]) -> Path:
+    """Return the folder `compare` beside the runs, or `runs/compare` if they lie in different folders."""
+    parents = {run.records.path.absolute().parent for run in runs}
+    return (parents.pop() if len(parents) == 1 else Path("runs")) / FOLDER_NAME
+
+
+def check_folder(folder: Path) -> None:
+    """Raise unless comparisons may be written to a folder.
+
+    Raises:
+        RunDirectoryError: it holds a run, or files of a comparison's names that jaxft did not write.
+    """
+    if (folder / CONFIG_FILE).exists():
+        raise RunDirectoryError(f"'{folder}' holds a run: give another folder for the comparison, with --output")
+    present = [name for name in (COMPARISON_FILE, PICTURE_FILE, PAGE_FILE) if (folder / name).exists()]
+    if present and not is_ours(folder / COMPARISON_FILE):
+        raise RunDirectoryError(
+            f"'{folder}' holds {', '.join(present)}, but no {COMPARISON_FILE} of jaxft: nothing was replaced; give "
+            "another folder, with --output"
+        )
+
+
+def write_comparison(comparison: Comparison, folder: Path, *, x_axis: str = "epochs") -> list[Path]:
+    """Write `compare.json`, `compare.png` and `compare.html`, and return their paths.
+
+    Args:
+        comparison: the comparison.
+        folder: a folder of its own, made if missing, in which an earlier comparison is replaced; `default_folder`
+            names one.
+        x_axis: what the curves are drawn over, a key of `comparison_curves.X_AXES`.
+
+    Raises:
+        RunDirectoryError: the folder holds a run, or files of these names that jaxft did not write, or it cannot be
+            written.
+        DiskFull: there is no room for the files.
+    """
+    check_folder(folder)
+    return _write(folder, {
+        COMPARISON_FILE: json_bytes(comparison_json(comparison, x_axis), indent=2),
+        PICTURE_FILE: comparison_png(comparison, x_axis),
+        PAGE_FILE: comparison_page(comparison, x_axis).encode("utf-8", "backslashreplace"),
+    })  # fmt: skip
+
+
+def _write_json(comparison: Comparison, file: Path, x_axis: str) -> Path:
+    """Write JSON to a file of the user's choice, and return its path; only an earlier one of jaxft is replaced."""
+    if file.exists() and not is_ours(file):
+        raise RunDirectoryError(f"'{file}' is no comparison of jaxft, and is not replaced: give another --json")
+    content = json_bytes(comparison_json(comparison, x_axis), indent=2)
+    return _write(file.parent, {file.name: content}, option="--json")[0]
+
+
+def _write(folder: Path, files: Mapping[str, bytes], option: str = "--output") -> list[Path]:
+    """Write files in their order; the first marks the folder as ours, so that a write that was cut off is repeated."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [replace_file(folder / name, content) for name, content in files.items()]
+    except OSError as error:
+        raise RunDirectoryError(
+            f"nothing can be written to '{folder}' ({error}): give a place where files can be made, with {option}"
+        ) from error
+
+
+def comparison_page(comparison: Comparison, x_axis: str = "epochs") -> str:
+    """Return the page as one HTML document that loads nothing."""
+    runs = [run for group in drawn_groups(comparison) for run in group.runs]
+    known = [name for name in CURVES if any(run_curve(run, name).xs for run in runs)]
+    return render_page(
+        "comparison.html",
+        comparison=comparison,
+        title=f"Comparison of {len(comparison.runs)} {'run' if len(comparison.runs) == 1 else 'runs'}",
+        overview=overview(comparison),
+        # Twice, of which a page shows those that suit its width, as small text would be unreadable.
+        wide=_reward_charts(comparison, x_axis, WIDE),
+        narrow=_reward_charts(comparison, x_axis, SMALL),
+        figures_title=figures_title(comparison),
+        figure_rows=figure_rows(comparison),
+        improvements=[
+            (each.group, each.other, with_interval(each.probability, each.interval)) for each in comparison.improvements
+        ],
+        settings=[
+            (each.path, *each.values, "may" if each.has_effect else "does not") for each in comparison.differences
+        ],
+        others=[_chart(comparison, name, x_axis) for name in known if name not in (REWARD, VALIDATION)],
+        runs=[_run_row(run, group.name, comparison.last_epochs) for group in comparison.groups for run in group.runs],
+    )
+
+
+def _reward_charts(comparison: Comparison, x_axis: str, size: tuple[int, int]) -> list[Markup]:
+    made = [_chart(comparison, REWARD, x_axis, size, curves_note(comparison))]
+    has_validations = any(run.validations for run in comparison.runs)
+    return made + [_chart(comparison, VALIDATION, x_axis, size)] * has_validations
+
+
+def _chart(
+    comparison: Comparison, metric: str, x_axis: str, size: tuple[int, int] = SMALL, note: str | None = None
+) -> Markup:
+    lines, singles, bands = [], [], []
+    for color, group in enumerate(drawn_groups(comparison)):
+        curves = group_curves(group, metric, x_axis)
+        if curves.mean is not None:
+            name = f"{group.name} ({seeds_text(len(group.finished))})"
+            lines.append(Line(name, curves.mean.xs, curves.mean.ys, color))
+            if curves.lows is not None and curves.highs is not None:
+                bands.append(Band("", curves.mean.xs, curves.lows, curves.highs, color))
+        for run, curve in curves.singles:
+            if run.status != "finished":
+                singles.append(Line("", curve.xs, curve.ys, color, "dashed"))
+            elif len(group.finished) > 1:
+                singles.append(Line("", curve.xs, curve.ys, color, "faint"))
+    return line_chart(CURVES[metric], [*lines, *singles], bands, x_label=X_AXES[x_axis], size=size, note=note)
+
+
+def _run_row(run: ComparedRun, group: str, last_epochs: int) -> list[str]:
+    figures, is_finished = run.figures(last_epochs), run.status == "finished"
+    badge = ENVIRONMENT.get_template("macros.html").module.badge
+    return [
+        str(run.records.path),
+        group,
+        "–" if run.seed is None else str(run.seed),
+        badge(run.status, BADGES[run.status]),
+        f"{len(run.rewards)}" + (f" of {run.num_epochs}" if run.num_epochs else ""),
+        str(run.resumes),
+        *(number(figures.get(name) if is_finished else None) for name in ("final_reward", "best_validation_reward")),
+        number(figures.get("seconds")),
+    ]
+
+
+def drawn_groups(comparison: Comparison) -> tuple[RunGroup, ...]:
+    """Return the groups that are drawn: all, or as many as there are colours, those with the highest final reward."""
+    if len(comparison.groups) <= len(COLORS):
+        return comparison.groups
+    rewards = comparison.figures.get("final_reward", (None,) * len(comparison.groups))
+
+    def rank(group: RunGroup) -> float:
+        reward = rewards[comparison.groups.index(group)]
+        return float("-inf") if reward is None else reward.mean
+
+    best = sorted(comparison.groups, key=rank, reverse=True)[: len(COLORS)]
+    return tuple(group for group in comparison.groups if group in best)
+
+
+def curves_note(comparison: Comparison) -> str:
+    """Return how the curves are drawn, and which groups, in a sentence or two."""
+    drawn, count = len(drawn_groups(comparison)), len(comparison.groups)
+    note = "Band: 95 % bootstrap interval of the mean over seeds. Thin: single seeds. Dashed: runs that did not finish."
+    return note + (f" The {drawn} groups of {count} with the highest final reward are drawn." if drawn < count else "")
+
+
+def seeds_text(count: int) -> str:
+    """Return a number of seeds in words."""
+    return "none finished" if count == 0 else "1 seed" if count == 1 else f"{count} seeds"
+
+
+def comparison_png(comparison: Comparison, x_axis: str = "epochs") -> bytes:
+    """Return the picture: a panel of training rewards and, if there were validations, one of their rewards."""
+    groups = drawn_groups(comparison)
+    panels = {name: [group_curves(group, name, x_axis) for group in groups] for name in (REWARD, VALIDATION)}
+    panels = {name: curves for name, curves in panels.items() if name == REWARD or any(each.singles for each in curves)}
+    # Not pyplot, which keeps figures in global state and looks for a screen.
+    figure = Figure(figsize=(8, 1.0 + 3.8 * len(panels)), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    every_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axes, (name, curves) in zip(every_axes, panels.items(), strict=True):
+        _draw_curves(axes, curves)
+        axes.set(xlabel=X_AXES[x_axis], ylabel=CURVES[name])
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    every_axes[0].set_title(curves_note(comparison), fontsize=8, color="#5c636d", loc="left", wrap=True)
+    handles, labels = every_axes[0].get_legend_handles_labels()
+    if handles:
+        # Names of groups are a user's: a dollar sign begins no formula.
+        columns = 1 if max(map(len, labels)) > 45 else 2
+        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    picture = io.BytesIO()
+    canvas.print_png(picture)
+    return picture.getvalue()
+
+
+def _draw_curves(axes: "Axes", every_curves: Sequence[GroupCurves]) -> None:
+    for color, curves in zip(COLORS, every_curves, strict=False):
+        # On one line, without characters that no font has; the space, as matplotlib leaves out labels that begin with
+        # an underscore.
+        name = printable(" ".join(curves.group.name.split()))
+        label = f" {name} ({seeds_text(len(curves.group.finished))})"
+        for run, curve in curves.singles:
+            if run.status != "finished":
+                axes.plot(curve.xs, curve.ys, color=color, linewidth=0.9, linestyle="--", alpha=0.6)
+            elif len(curves.group.finished) > 1:
+                axes.plot(curve.xs, curve.ys, color=color, linewidth=0.7, alpha=0.4)
+        if curves.mean is None:
+            axes.plot([], [], color=color, linewidth=0.9, linestyle="--", label=label)
+            continue
+        if curves.lows is not None and curves.highs is not None:
+            axes.fill_between(curves.mean.xs, curves.lows, curves.highs, color=color, alpha=0.18, linewidth=0)
+        marker = "o" if len(curves.mean.xs) <= 30 else ""
+        axes.plot(curves.mean.xs, curves.mean.ys, color=color, linewidth=2, marker=marker, markersize=3.5, label=label)
+    axes.margins(x=0.02, y=0.06)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,154 @@
+"""The distribution of a run's rewards over its epochs, and the rewards of each example."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from markupsafe import Markup
+
+from jaxft.report.charts import Value, heat_map, is_finite, shortened
+from jaxft.report.curves import MAX_EXAMPLES, MAX_QUESTION
+from jaxft.report.pages import number
+from jaxft.report.samples import Place, questions
+from jaxft.runs.records import RunRecords
+
+Rewards = dict[str, list[Value]]
+
+MAX_COLUMNS = 60
+"""Largest number of columns of a heat map; with more epochs, neighbours share a column."""
+MAX_LISTED = 15
+MAX_VALUES = 12
+"""Largest number of different rewards that have a row each in the distribution; more are put into as many ranges."""
+
+
+def rewards(run: RunRecords, places: Sequence[Place]) -> dict[str, Any] | None:
+    """Return the charts of single episodes' rewards, or the table `hardest`; None if the run keeps no such rewards."""
+    by_epoch = _rewards_by_epoch(run, places)
+    if not by_epoch:
+        return None
+    epochs = sorted(by_epoch)
+    stretch = -(-len(epochs) // MAX_COLUMNS)
+    columns = [epochs[at : at + stretch] for at in range(0, len(epochs), stretch)]
+    means = {
+        example: [_mean([v for epoch in column for v in by_epoch[epoch].get(example, ())]) for column in columns]
+        for example in dict.fromkeys(example for inner in by_epoch.values() for example in inner)
+    }
+    seen = [sum(map(is_finite, row)) for row in means.values() if any(map(is_finite, row))]
+    is_fresh = len(columns) > 1 and sum(seen) < 2 * len(seen)
+    lead = f"Neighbouring epochs share a column, as there are more than {MAX_COLUMNS}."
+    return {
+        "lead": lead if stretch > 1 else None,
+        "distribution": _distribution(by_epoch, columns),
+        "by_example": None if is_fresh or not seen else _by_example(means, columns, places),
+        "hardest": _hardest_of_late_epochs(by_epoch, places) if is_fresh and seen else None,
+    }
+
+
+def _rewards_by_epoch(run: RunRecords, places: Sequence[Place]) -> dict[int, Rewards]:
+    """Return the rewards of each example by epoch; of a run without their file, those of episodes if it keeps all."""
+    if run.episode_rewards:
+        return {row["epoch"]: row["rewards"] for row in run.episode_rewards}
+    trainer = run.config.get("trainers", {}).get(run.config.get("finetuning", {}).get("trainer"), {})
+    if trainer.get("save_episodes") != "all":
+        return {}
+    found: dict[int, Rewards] = defaultdict(lambda: defaultdict(list))
+    for place in places:
+        if place.epoch is not None and place.reward is not None:
+            found[place.epoch][str(place.example_id)].append(place.reward)
+    return found
+
+
+def _name(epochs: Sequence[int]) -> str:
+    return f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]} to {epochs[-1]}"
+
+
+def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]) -> Markup | None:
+    """Return the share of each reward, or range of rewards, over the epochs; None if no reward is usable."""
+    rewards = [
+        [value for epoch in epochs for values in by_epoch[epoch].values() for value in values] for epochs in columns
+    ]
+    finite = sorted({value for column in rewards for value in column if is_finite(value)})
+    if not finite:
+        return None
+    if len(finite) <= MAX_VALUES:
+        names = [number(value) for value in finite]
+        row_of = {value: row for row, value in enumerate(finite)}
+    else:
+        low, width = finite[0], (finite[-1] - finite[0]) / MAX_VALUES
+        names = [f"{number(low + row * width, 3)} to {number(low + (row + 1) * width, 3)}" for row in range(MAX_VALUES)]
+        row_of = {value: min(int((value - low) / width), MAX_VALUES - 1) for value in finite}
+    has_none = any(value is None for column in rewards for value in column)
+    counts = [[0] * len(columns) for _ in range(len(names) + has_none)]
+    for place, column in enumerate(rewards):
+        for value in column:
+            counts[row_of[value] if is_finite(value) else -1][place] += 1
+    # From the highest reward down; below them the episodes whose reward is not usable.
+    names, counts = [*names[::-1], *["none"] * has_none], [*counts[: len(names)][::-1], *counts[len(names) :]]
+    totals = [max(len(column), 1) for column in rewards]
+    cells = [[count / total or None for count, total in zip(row, totals, strict=True)] for row in counts]
+    words = [
+        [
+            f"{_name(epochs)}\nreward {name}: {count:,} of {total:,} episodes, {count / total:.0%}"
+            for count, total, epochs in zip(row, totals, columns, strict=True)
+        ]
+        for name, row in zip(names, counts, strict=True)
+    ]
+    return heat_map(
+        "Share of the episodes by reward",
+        names,
+        [str(epochs[0]) for epochs in columns],
+        cells,
+        words,
+        value_range=(0.0, max(share for row in cells for share in row if share is not None)),
+        row_height=24,
+    )
+
+
+def _by_example(means: Rewards, columns: Sequence[Sequence[int]], places: Sequence[Place]) -> Markup:
+    """Return the mean reward of each example over the epochs, the hardest examples on top."""
+    # Hard is what still fails: the last quarter of the epochs in which the example was seen.
+    late = {example: [value for value in row if value is not None] for example, row in means.items()}
+    late = {example: row[-max(1, len(row) // 4) :] for example, row in late.items() if row}
+    hardest = sorted(late, key=lambda example: fmean(late[example]))
+    kept, left = hardest[:MAX_EXAMPLES], len(hardest[MAX_EXAMPLES:])
+    finite = [value for row in means.values() for value in row if value is not None]
+    asked = questions(places, kept)
+    labels = [f"{shortened(example, 14)} {asked.get(example, '')[:28]}".strip() for example in kept]
+    words = [
+        [
+            "\n".join(filter(None, [example, asked.get(example), f"{_name(epochs)}: mean reward {number(value)}"]))
+            for value, epochs in zip(means[example], columns, strict=True)
+        ]
+        for example in kept
+    ]
+    return heat_map(
+        "Mean reward by example, the hardest first",
+        labels,
+        [str(epochs[0]) for epochs in columns],
+        [means[example] for example in kept],
+        words,
+        value_range=(min(finite), max(finite)),
+        row_height=20,
+        label_width=max(110, 7 * max(map(len, labels)) + 7),
+        note=f"{len(kept)} of {len(hardest)} examples; the {left:,} easier ones are left out." if left else None,
+    )
+
+
+def _hardest_of_late_epochs(by_epoch: dict[int, Rewards], places: Sequence[Place]) -> dict[str, Any]:
+    """Return a table for a run that sees few examples twice, so that an example has no course over the epochs."""
+    late = sorted(by_epoch)[-max(1, len(by_epoch) // 4) :]
+    found: dict[str, list[float]] = defaultdict(list)
+    for epoch in late:
+        for example, values in by_epoch[epoch].items():
+            found[example] += filter(is_finite, values)
+    ranked = sorted((fmean(values), len(values), example) for example, values in found.items() if values)
+    kept = ranked[:MAX_LISTED]
+    asked = questions(places, (example for _, _, example in kept))
+    rows = [(example, asked.get(example, "")[:MAX_QUESTION], number(mean), count) for mean, count, example in kept]
+    return {"first": late[0], "last": late[-1], "rows": rows, "total": len(ranked)}
+
+
+def _mean(values: Sequence[Value]) -> Value:
+    finite = [value for value in values if is_finite(value)]
+    return fmean(finite) if finite else None
