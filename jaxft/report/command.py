@@ -1,12 +1,12 @@
-"""The verbs `jaxft report` and `jaxft compare`."""
+"""The verbs `jaxft report` and `jaxft compare`, without what they import."""
 
 import argparse
-from collections.abc import Callable
 
 from jaxft.files import home_path
-from jaxft.harness import Verb, exit_code_of, whole_number
-from jaxft.report.report import MAX_EPISODES, WATCH_SECONDS, summary, watch, write_report
-from jaxft.runs.console import Console
+from jaxft.harness import Verb, whole_number
+
+MAX_EPISODES = 10_000
+WATCH_SECONDS = 10
 
 
 def report_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,21 +32,6 @@ def report_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-async def report(parsed: argparse.Namespace, show: Callable[[str], None]) -> None:
-    """Write the report that the command line asks for, and show where it is."""
-    if parsed.watch is None:
-        written = write_report(parsed.folder, parsed.output, max_episodes=parsed.max_episodes)
-    else:
-        written = await watch(
-            parsed.folder,
-            parsed.output,
-            show,
-            seconds=parsed.watch,
-            max_episodes=parsed.max_episodes,
-        )
-    show(summary(written))
-
-
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jaxft compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or quoted globs as in 'runs/sweep/*'")
@@ -70,7 +55,7 @@ REPORT = Verb(
 
 The file needs no network. The run may be going on: nothing is locked, and --watch follows it to its end.""",
     add_arguments=report_arguments,
-    run=lambda parsed, given: exit_code_of(lambda: report(parsed, Console().message), title="report"),
+    run="jaxft.report.report:run",
 )
 
 COMPARE = Verb(
@@ -80,5 +65,5 @@ COMPARE = Verb(
 Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
 in different folders.""",
     add_arguments=compare_arguments,
-    run="jaxft.report.compare:run",  # imports matplotlib
+    run="jaxft.report.compare:run",
 )

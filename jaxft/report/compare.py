@@ -25,7 +25,7 @@ from jaxft.report.comparison_text import comparison_text, figure_rows, figures_t
 from jaxft.report.pages import ENVIRONMENT, number, render_page
 from jaxft.report.run_groups import RunGroup
 from jaxft.runs.console import current_console, printable
-from jaxft.runs.directory import CONFIG_FILE
+from jaxft.runs.files import CONFIG_FILE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,7 +22,7 @@ from markupsafe import Markup
 from jaxft.report.charts import bucket, shortened
 from jaxft.report.pages import number, render, visible
 from jaxft.report.samples import Place, question_of, read_episodes, spread
-from jaxft.runs.directory import PAIRS_FILE
+from jaxft.runs.files import PAIRS_FILE
 from jaxft.runs.records import Row, unreadable
 
 BLOCK = 50

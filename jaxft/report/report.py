@@ -5,29 +5,29 @@
 Nothing is locked, so that a report may be made while the run goes on.
 """
 
+import argparse
 import asyncio
-import contextlib
 import os
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxft.errors import RunDirectoryError
-from jaxft.files import disk_errors
+from jaxft.files import replace_file
+from jaxft.harness import exit_code_of
+from jaxft.report.command import MAX_EPISODES, WATCH_SECONDS
 from jaxft.report.curves import curves, timings, validation
 from jaxft.report.episodes import Archive, browser, make_archive
 from jaxft.report.overview import configuration, faults, overview
 from jaxft.report.pages import render_page
 from jaxft.report.rewards import rewards
 from jaxft.report.samples import find_episodes
+from jaxft.runs.console import Console
 from jaxft.runs.files import SAMPLES_FILE
 from jaxft.runs.records import RunRecords, read_run
 
 REPORT_FILE = "report.html"
-MAX_EPISODES = 10_000
-WATCH_SECONDS = 10
 
 
 class Written(NamedTuple):
@@ -38,6 +38,26 @@ class Written(NamedTuple):
     num_episodes: int
     num_found: int
     state: str
+
+    def __str__(self) -> str:
+        of_all = f" of {self.num_found:,}" if self.num_episodes < self.num_found else ""
+        size = f"{self.num_bytes / 1e6:.2f} MB"
+        return f"written to {self.path} ({size}, {self.num_episodes:,}{of_all} episodes)"
+
+
+def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Write the report that the command line asks for, show where it is, and return the exit code."""
+    show = Console().message
+
+    async def report() -> None:
+        if parsed.watch is None:
+            show(str(write_report(parsed.folder, parsed.output, max_episodes=parsed.max_episodes)))
+        else:
+            await watch(
+                parsed.folder, parsed.output, show, seconds=parsed.watch, max_episodes=parsed.max_episodes
+            )  # fmt: skip
+
+    return exit_code_of(report, title="report")
 
 
 def write_report(
@@ -63,7 +83,10 @@ def write_report(
     html, archive = report_html(records, max_episodes=max_episodes, refresh_seconds=refresh_seconds)
     path = records.path / REPORT_FILE if output is None else Path(output)
     content = html.encode("utf-8")
-    _replace(path, content)
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
     return Written(path, len(content), archive.num_shown, archive.num_found, records.state)
 
 
@@ -96,24 +119,6 @@ def report_html(
     return html, archive
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Replace a file in one step; several reports of one run may be written at once."""
-    try:
-        with disk_errors(path):
-            descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-            try:
-                with os.fdopen(descriptor, "wb") as stream:
-                    stream.write(content)
-                os.chmod(temporary, 0o644)
-                os.replace(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-                raise
-    except OSError as error:
-        raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
-
-
 async def watch(
     run: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
@@ -134,32 +139,21 @@ async def watch(
         max_episodes: as in `write_report`.
     """
     shown = ""
-    options = {"max_episodes": max_episodes, "processes": processes}
     try:
         while True:
             try:
-                written = write_report(run, output, **options, refresh_seconds=seconds)
-                words = summary(written)
-                if written.state in ("ended", "stopped"):
-                    return written
+                written = write_report(run, output, max_episodes=max_episodes, refresh_seconds=seconds)
+                words, has_ended = str(written), written.state in ("ended", "stopped")
             except RunDirectoryError as error:
                 if not shown:
                     raise
-                words = f"{error}; trying again in {seconds} s"
+                words, has_ended = f"{error}; trying again in {seconds} s", False
             if words != shown:
                 show(words)
                 shown = words
+            if has_ended:
+                return written
             await asyncio.sleep(seconds)
     except asyncio.CancelledError:
-        write_report(run, output, **options)  # this page no longer loads itself again
+        write_report(run, output, max_episodes=max_episodes)  # this page no longer loads itself again
         raise
-
-
-def summary(written: Written) -> str:
-    """Return a line about a report that was written."""
-    shown = (
-        f"{written.num_episodes:,} of {written.num_found:,}"
-        if written.num_episodes < written.num_found
-        else f"{written.num_episodes:,}"
-    )
-    return f"written to {written.path} ({written.num_bytes / 1e6:.2f} MB, {shown} episodes)"

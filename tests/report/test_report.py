@@ -13,12 +13,13 @@ import pytest
 from jaxft.cli import main
 from jaxft.errors import RunDirectoryError
 from jaxft.report.episodes import make_archive
-
-VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
 from jaxft.report.report import watch, write_report
 from jaxft.report.samples import find_episodes, read_episodes
 from jaxft.runs.directory import RunDirectory
 from tests.report.made_runs import episode, make_dpo_run, make_run, message, write_json, write_lines
+
+VOID = ("input", "meta")
+"""Elements of the pages that have no end."""
 
 
 class Page(HTMLParser):
@@ -42,12 +43,10 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
         if tag in ("section", "header"):
             self._section = dict(attrs).get("id")
-        if tag not in VOID and not self.get_starttag_text().endswith("/>"):
+        if tag not in VOID:
             self._open.append(tag)
 
     def handle_endtag(self, tag):
-        if tag in VOID:
-            return
         if not self._open or self._open[-1] != tag:
             self.faults.append(f"</{tag}> after {self._open[-1:]} at {self.getpos()}")
         else:
@@ -367,15 +366,8 @@ def test_more_episodes_than_are_kept_are_counted(tmp_path):
     assert {index["epochs"].count(epoch) for epoch in range(5)} == {6}
     places = find_episodes(run)
     small = make_archive(places, max_episodes=1000, max_bytes=8000)
-    size = sum(len(block.data) for block in small.blocks)
-    assert 0 < len(small.entries) < 101 and size <= 8000
-    assert {entry.epoch for entry in small.entries} == set(range(5))
-
-
-@pytest.mark.slow
-def test_two_processes_write_what_one_writes(tmp_path):
-    places = find_episodes(make_run(tmp_path / "x", epochs=10, examples=5, generations=4, tokens=4))
-    assert make_archive(places, max_episodes=1000, processes=2) == make_archive(places, max_episodes=1000)
+    assert 0 < small.num_shown < 101 and sum(map(len, small.blocks)) <= 8000
+    assert {entry.epoch for block in small.entries for entry in block} == set(range(5))
 
 
 def test_an_ordinary_run_is_a_small_file(tmp_path):
@@ -386,7 +378,7 @@ def test_an_ordinary_run_is_a_small_file(tmp_path):
 @pytest.mark.slow
 def test_ten_thousand_episodes_are_one_file_of_moderate_size(tmp_path):
     run = make_run(tmp_path / "x", epochs=50, examples=20, generations=10, tokens=60)
-    written = write_report(run, processes=2)
+    written = write_report(run)
     assert written.num_episodes == 10_000 and written.num_bytes < 20_000_000
 
 
