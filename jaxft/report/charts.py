@@ -128,7 +128,8 @@ def line_chart(
         y_range: the vertical range; by default that of all values.
         note: a sentence below the caption.
     """
-    xs = sorted({x for each in (*lines, *bands) for x in each.xs})
+    series: list[Line | Band] = [*lines, *bands]
+    xs = sorted({x for each in series for x in each.xs})
     columns = [line.ys for line in lines] + [ys for band in bands for ys in (band.lows, band.highs)]
     values = [value for column in columns for value in column if is_finite(value)]
     if not xs or not values:
@@ -142,7 +143,7 @@ def line_chart(
         for x, y in _points(line)
         if line.style == "dots" and is_finite(y)
     ]
-    named = [each for each in (*lines, *bands) if each.name]
+    named = [each for each in series if each.name]
     keys = [(each.name, f"{'band ' * isinstance(each, Band)}{each.classes}") for each in named]
     summary = f"{caption}: " + "; ".join(_summary(line) for line in lines if line.name)
     hovered = _columns(frame, xs, _words(xs, named, x_label))

@@ -7,7 +7,7 @@ import argparse
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -170,13 +170,13 @@ def _chart(
 
 
 def _run_row(run: ComparedRun, group: str, last_epochs: int) -> list[str]:
+    macros: Any = ENVIRONMENT.get_template("macros.html").module
     figures, is_finished = run.figures(last_epochs), run.status == "finished"
-    badge = ENVIRONMENT.get_template("macros.html").module.badge
     return [
         str(run.records.path),
         group,
         "–" if run.seed is None else str(run.seed),
-        badge(run.status, BADGES[run.status]),
+        macros.badge(run.status, BADGES[run.status]),
         f"{len(run.rewards)}" + (f" of {run.num_epochs}" if run.num_epochs else ""),
         str(run.resumes),
         *(number(figures.get(name) if is_finished else None) for name in ("final_reward", "best_validation_reward")),

@@ -82,9 +82,9 @@ def reward_chart(run: RunRecords, size: tuple[int, int]) -> Markup:
         lows, highs = ([row.get(end) for row in run.rewards] for end in ends)
         if any(map(is_finite, lows)):
             bands.append(Band(name, mean.xs, lows, highs, is_faint=is_faint))
-    note = "The evaluator's rewards; “as trained” is after weights, step rewards and penalties."
-    label, note = "epoch, counted from 0", note if trained in lines else None
-    return line_chart("Reward", lines, bands, x_label=label, size=size, note=note)
+    words = "The evaluator's rewards; “as trained” is after weights, step rewards and penalties."
+    note = words if trained in lines else None
+    return line_chart("Reward", lines, bands, x_label="epoch, counted from 0", size=size, note=note)
 
 
 def _line(rows: Sequence[Row], key: str, name: str | None = None, color: int = 0, style: Any = "line") -> Line:
@@ -150,8 +150,8 @@ def validation(run: RunRecords, places: Sequence[Place]) -> dict[str, Any] | Non
     keys = ("epochs_included", "reward_mean", "reward_diff")
     # Histories of other versions have nested values, which no cell shows.
     nested = {name for row in run.validations for name, value in row.items() if isinstance(value, dict | list)}
-    columns = dict.fromkeys(name for row in run.validations for name in row)
-    columns = [name for name in columns if name not in ("epoch", "first_error", *nested)]
+    names = dict.fromkeys(name for row in run.validations for name in row)
+    columns = [name for name in names if name not in ("epoch", "first_error", *nested)]
     return {
         "title": " and ".join(kinds).replace(" V", " v"),
         "charts": [*(_curriculum(run) if has_curriculum else ()), *_validation_chart(run)],
