@@ -19,13 +19,11 @@ class QuestionsConfig(ConfigModel):
     size: int = Field(default=500, ge=1, description="Questions to generate; one that repeats is left out.")
 
 
-class ReasoningGymDatasetConfig(DatasetConfig, name="reasoning_gym"):
+class ReasoningGymDatasetConfig(QuestionsConfig, DatasetConfig, name="reasoning_gym"):
     """Questions of a task of reasoning-gym."""
 
     task: str = Field(description="Name of the task, such as chain_sum or spell_backward.")
     options: Options = Field(default={}, description="Options of the task, such as max_terms: 3.")
-    seed: Seed = Field(default=0, description="Seed of the questions: another one gives other questions.")
-    size: int = Field(default=500, ge=1, description="Questions to generate; one that repeats is left out.")
     without: QuestionsConfig | None = Field(
         default=None, description="Questions of the same task to leave out, such as those of training; null: none."
     )
@@ -45,30 +43,33 @@ class VerifiersDatasetConfig(DatasetConfig, name="verifiers"):
     )
 
 
-class VerifiersWorkflowConfig(WorkflowConfig, name="verifiers"):
-    """Episodes of an environment of verifiers, with the policy in its seat."""
+class EnvironmentWorkflowConfig(WorkflowConfig):
+    """Settings of both workflows of environments."""
 
     llm: LLMRef = Field(description="Entry of llms that plays.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
+
+
+class VerifiersWorkflowConfig(EnvironmentWorkflowConfig, name="verifiers"):
+    """Episodes of an environment of verifiers, with the policy in its seat."""
+
     env: Options = Field(
         default={},
         description="Settings of the environment: id, seats and time-outs, as in the section [env] of verifiers. Its "
         "taskset is that of eval.general.dataset, unless it has its own.",
     )
-    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
 
 
 class VerifiersRewardConfig(EvaluatorConfig, name="verifiers_reward"):
     """The rewards that the environment gave to the episode, with their weights; its metrics are the reasoning."""
 
 
-class EnvironmentFactoryConfig(WorkflowConfig, name="environment_factory"):
+class EnvironmentFactoryConfig(EnvironmentWorkflowConfig, name="environment_factory"):
     """Episodes in an environment that is written as a class, in the form of TRL's `environment_factory`."""
 
-    llm: LLMRef = Field(description="Entry of llms that plays.")
     factory: str | dict[str, str] = Field(
         description="The class, as module:Class; or several by name, of which a row's field `environment` names one."
     )
-    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
     max_tool_calling_iterations: int | None = Field(
         default=None, ge=0, description="Most answers with tool calls whose tools are called; null: no limit."
     )

@@ -259,14 +259,11 @@ class FinetuneRunConfig(ConfigModel):
 
     config_file: Path
     override: tuple[tuple[str, str], ...] = ()
-    overwrite: bool = False
-    resume: bool = False
     dataset: Path | None = None
     result_json_path: str | None = None
     validation_dataset: Path | None = None
     validation_interval: int | None = None
     validation_config_file: Path | None = None
-    strict_compile: bool = False
     endpoint: str | None = None
     endpoint_timeout: float | None = None
 

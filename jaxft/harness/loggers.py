@@ -24,11 +24,6 @@ class WandbLoggerConfig(LoggerConfig, name="wandb"):
     project: str | None = Field(
         default=None, min_length=1, description="Project of the run; null: WANDB_PROJECT, or the default of W&B."
     )
-    group: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Group of runs that W&B shows together, such as the seeds of one setting.",
-    )
 
 
 REGISTRY.add(LoggerConfig, TensorBoardLoggerConfig, "jaxft.runs.tensorboard:tensorboard_logger")

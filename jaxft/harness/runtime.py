@@ -127,11 +127,11 @@ def config_of(parsed: argparse.Namespace, overrides: Sequence[tuple[str, str]] |
     agent = None if run.endpoint is None else {"_type": "http_agent", "url": run.endpoint}
     options = {
         "workflow": agent,
-        "workflow.timeout_seconds": run.endpoint_timeout,
+        "eval.general.timeout_seconds": run.endpoint_timeout,
         "eval.general.result_json_path": run.result_json_path,
         "eval.validation.interval": run.validation_interval,
         "eval.validation.config_file": run.validation_config_file,
-        "finetuning.strict_compile": run.strict_compile or None,
+        "finetuning.strict_compile": parsed.strict_compile or None,
     }
     # As YAML, applied after the file and before --set.
     said = [

@@ -134,7 +134,7 @@ def run_arguments(
         "--endpoint-timeout",
         type=float,
         metavar="SECONDS",
-        help="seconds that this agent may send nothing (default: eval.general.timeout_seconds)",
+        help="seconds that this agent may take for an episode (default: eval.general.timeout_seconds)",
     )
     processes_arguments(parser)
     existing = parser.add_mutually_exclusive_group()

@@ -47,16 +47,9 @@ class _TrainerOptions(TrainerConfig):
 
     resume: bool = Field(default=False, description="Continue the run in finetuning.output_dir.")
     overwrite: bool = Field(default=False, description="Replace the run in finetuning.output_dir.")
-    validation_temperature: float | None = Field(
-        default=0.0, ge=0.0, description="Temperature of validation (0: greedy); null: each call keeps its own."
-    )
-    validation_generations: int = Field(default=1, ge=1, description="Episodes per example of validation.")
-    timeout_seconds: float | None = Field(
-        default=3600.0, gt=0.0, description="Seconds that the workflow may take for an episode; null: no limit."
-    )
 
 
-FINETUNING = ("checkpoints", "loggers", "strict_compile", "grace_seconds")
+FINETUNING = ("checkpoints", "loggers")
 """Fields of jaxft's section `finetuning` that stand in the toolkit's trainer."""
 
 

@@ -218,8 +218,6 @@ def _config(
         validation = ValidationConfig(
             dataset=ToolkitDatasetConfig(toolkit=toolkit, file=str(options.validation_dataset)),
             interval=options.validation_interval,
-            temperature=kept["validation_temperature"],
-            num_generations=kept["validation_generations"],
         )
     reward = finetuning.reward_function
     return Config(
@@ -228,7 +226,6 @@ def _config(
         eval=EvalConfig(
             general=EvalGeneralConfig(
                 max_concurrency=max(toolkit.eval.general.max_concurrency, 1),
-                timeout_seconds=kept.get("timeout_seconds", 3600.0),
                 dataset=ToolkitDatasetConfig(
                     toolkit=toolkit, file=None if options.dataset is None else str(options.dataset)
                 ),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from huggingface_hub import ModelCard
 from jaxtyping import Array, Bool
 
 from jaxft.core.cache import compute_dtype
@@ -23,7 +24,7 @@ from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.files import home_path
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.hf import save_model
-from jaxft.models.model_card import ModelCard, Weights, card_text
+from jaxft.models.model_card import Weights, card_text
 from jaxft.models.peft import base_fingerprint, save_adapter
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.device import CompileCounter, DeviceThread

@@ -48,7 +48,7 @@ class WandbLogger(RunLogger):
         """Make the logger; nothing is sent before `begin`."""
         self._directory: RunDirectory = builder.directory
         self._show = builder.console.message
-        self._options = {"project": config.project, "group": config.group}
+        self._project = config.project
         self._run: Any = None
         self._logged: dict[str, int] = {}  # the last epoch by metric
 
@@ -59,7 +59,7 @@ class WandbLogger(RunLogger):
             state = self._directory.read_json(STATE_FILE)
             run_id, self._logged = state["id"], state["logged"]
         self._run = wandb.init(
-            **self._options,
+            project=self._project,
             name=run.name,
             id=run_id,
             resume="allow",

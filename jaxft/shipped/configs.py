@@ -284,12 +284,6 @@ class HTTPAgentConfig(WorkflowConfig, name="http_agent"):
     api_key: SecretStr | None = Field(
         default=None, description="Key that is sent to the agent, as Authorization: Bearer KEY; null: none."
     )
-    timeout_seconds: float | None = Field(
-        default=None,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="Seconds that the agent may send nothing; null: until eval.general.timeout_seconds are over.",
-    )
 
     @field_validator("url")
     @classmethod

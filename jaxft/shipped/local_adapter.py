@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from huggingface_hub import ModelCard
 
 from jaxft.core.sharding import platform_of
 from jaxft.core.types import Model, Params
@@ -40,7 +41,6 @@ from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import AUTO_REMATS
 from jaxft.models.hf_config import accepted_keys
 from jaxft.models.load import load_model
-from jaxft.models.model_card import ModelCard
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.shipped import job_outcome

@@ -60,9 +60,8 @@ class SingleTurnConfig(WorkflowConfig, name="single_turn"):
 
 
 class InMemoryDatasetConfig(DatasetConfig, name="in_memory"):
-    """Examples that a program gave to `jaxft.train`; a file of the configuration has their number only."""
+    """Examples that a program gave to `jaxft.train`; no file of the configuration has them."""
 
-    num_rows: int = Field(ge=1, description="Number of examples.")
     items: tuple[EvalInputItem, ...] | None = Field(default=None, exclude=True, description="The examples.")
 
 
@@ -74,7 +73,7 @@ async def in_memory(config: InMemoryDatasetConfig, builder: Any) -> AsyncIterato
     """
     if config.items is None:
         raise DatasetError(
-            f"eval.general.dataset: its {config.num_rows} rows were given to jaxft.train by a program, and no file has "
+            "eval.general.dataset: its rows were given to jaxft.train by a program, and no file has "
             "them: call jaxft.train with them again, or set eval.general.dataset to a file"
         )
     yield list(config.items)

@@ -103,7 +103,7 @@ def train(
         "finetuning.seed": seed,
     }
     mapping = parse_yaml(DEFAULTS.read_text("utf-8"), str(DEFAULTS))
-    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(num_rows=len(examples), items=tuple(examples))
+    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(examples))
     mapping["eval"]["evaluators"]["reward"]["functions"] = functions
     folder = new_folder() if output_dir is None else home_path(output_dir)
     try:

@@ -151,8 +151,6 @@ def test_an_endpoint_takes_the_place_of_the_workflow(run_file, capsys):
     assert "llms: none of them is of this process" in capsys.readouterr().err
     assert main([*arguments, "--endpoint", "localhost:9000"]) == 2
     assert "workflow.url: must begin with http:// or https://" in capsys.readouterr().err
-    assert main([*arguments, "--endpoint-timeout", "300"]) == 2
-    assert "workflow.timeout_seconds: no such field" in capsys.readouterr().err
 
 
 def test_validation_from_the_command_line(run_file, tmp_path, capsys):

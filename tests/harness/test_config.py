@@ -234,7 +234,7 @@ def test_files_inherit(toy_run, tmp_path):
 
 
 def test_an_inherited_component_is_replaced_by_one_of_another_type_and_taken_away_by_null(toy_run, tmp_path):
-    dataset = {"_type": "csv", "file_path": "rows.csv", "delimiter": ";", "id_key": "name"}
+    dataset = {"_type": "csv", "file_path": "rows.csv", "id_key": "name"}
     toy_run["eval"] |= {"general": {"dataset": dataset}, "validation": {"dataset": dataset, "interval": 2}}
     toy_run["eval"]["evaluators"]["other"] = {"_type": "toy_match"}
     (tmp_path / "base.yml").write_text(dump_yaml(toy_run))
@@ -250,7 +250,7 @@ def test_an_inherited_component_is_replaced_by_one_of_another_type_and_taken_awa
     config = load_config(tmp_path / "run.yml")
     kept, held_out = config.eval.general.dataset, config.eval.validation.dataset
     assert (kept.type_name, kept.file_path, kept.id_key) == ("jsonl", tmp_path / "rows.jsonl", "id")
-    assert (held_out.type_name, held_out.delimiter, held_out.file_path.name) == ("csv", ";", "held_out.csv")
+    assert (held_out.type_name, held_out.id_key, held_out.file_path.name) == ("csv", "name", "held_out.csv")
     assert list(config.eval.evaluators) == ["match"]
     config = load_config(tmp_path / "base.yml", [("eval.evaluators.other", "null"), ("eval.validation", "null")])
     assert list(config.eval.evaluators) == ["match"] and config.eval.validation is None

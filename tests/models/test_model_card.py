@@ -12,10 +12,10 @@ from jaxft.files import verify_manifest
 from jaxft.models.config import LoraSpec
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_model
-from jaxft.models.model_card import ModelCard, Weights, card_of_copy, card_text, metadata_of
+from jaxft.models.model_card import Weights, card_of_copy, card_text, make_card
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
-CARD = ModelCard("Small", "About it.\n\n## Training\n\nLong.", metadata_of("Qwen/Qwen3-0.6B", "grpo"))
+CARD = make_card("Small", "About it.\n\n## Training\n\nLong.", "Qwen/Qwen3-0.6B", "grpo")
 
 
 @pytest.mark.parametrize(
@@ -45,15 +45,13 @@ def test_a_card_is_one_of_the_hub_and_says_how_to_load_the_weights(weights, libr
 
 
 def test_an_adapter_of_a_base_on_this_machine_says_that_its_path_is_private():
-    text = card_text(CARD._replace(metadata=metadata_of(None)), Weights("float32", LoraSpec(8, 16.0)))
+    text = card_text(make_card("Small", "", None), Weights("float32", LoraSpec(8, 16.0)))
     assert "base_model_name_or_path" in text and 'load_model("PATH_OF_THE_BASE", lora="PATH_OF_THIS_FOLDER")' in text
 
 
 def test_a_card_is_kept_by_copies_with_what_its_owner_added(tmp_path):
     (tmp_path / "README.md").write_text(card_text(CARD, Weights("float32", LoraSpec(8, 16.0))))
-    kept = card_of_copy(tmp_path, "unused")
-    assert kept.title == CARD.title and kept.about == CARD.about
-    assert card_text(kept, Weights("float32")) == card_text(CARD, Weights("float32"))
+    assert card_text(card_of_copy(tmp_path, "unused"), Weights("float32")) == card_text(CARD, Weights("float32"))
 
     edited = (tmp_path / "README.md").read_text().replace("---\nbase", "---\nlicense: mit\nbase")
     (tmp_path / "README.md").write_text(edited.replace("Long.", "Longer."))
@@ -75,15 +73,15 @@ def test_a_copy_of_another_model_has_a_short_card(tmp_path, readme, licence):
         (tmp_path / "README.md").write_text(readme, encoding="latin-1")
     card = card_of_copy(tmp_path, "theirs")
     added = "" if licence is None else f" The licence of that model{licence} applies to these weights, too."
-    assert card == ModelCard("theirs", f"This model is a copy of `theirs`.{added}", {"tags": ["jaxft"]})
+    assert card.content == make_card("theirs", f"This model is a copy of `theirs`.{added}", None).content
 
 
 def test_a_folder_of_the_hubs_cache_is_a_model_of_the_hub(tmp_path):
     folder = tmp_path / "models--Qwen--Qwen3-0.6B" / "snapshots" / "8b1f"
     folder.mkdir(parents=True)
     card = card_of_copy(folder, "8b1f")
-    assert (card.title, card.metadata["base_model"]) == ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")
-    assert "licence of Qwen/Qwen3-0.6B applies" in card.about and str(tmp_path) not in card.about
+    assert "# Qwen/Qwen3-0.6B\n" in card.text and card.data.base_model == "Qwen/Qwen3-0.6B"
+    assert "licence of Qwen/Qwen3-0.6B applies" in card.text and str(tmp_path) not in card.text
 
 
 def test_a_card_may_be_edited_and_weights_may_not(tmp_path):

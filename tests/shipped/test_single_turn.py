@@ -83,7 +83,7 @@ def configured(**values):
     mapping = {
         "llms": {"policy": {"_type": "local_policy", **(values or {"preset": "qwen3-50k"})}},
         "workflow": {"_type": "single_turn", "llm": "policy", **workflow},
-        "eval": {"general": {"dataset": {"_type": "in_memory", "num_rows": 1}}},
+        "eval": {"general": {"dataset": {"_type": "in_memory"}}},
     }
     return config_from_mapping(mapping, base_dir=".")
 
