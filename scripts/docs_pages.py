@@ -19,7 +19,7 @@ from mkdocs.structure.pages import Page
 
 import jaxft
 from jaxft.harness.config import Config
-from jaxft.harness.config_help import SECTIONS, FieldHelp, field_help
+from jaxft.harness.config_help import FieldHelp, field_help
 from jaxft.harness.registry import KINDS, REGISTRY, import_installed
 
 ROOT = Path(__file__).parents[1]
@@ -94,13 +94,13 @@ def configuration_pages() -> Iterator[tuple[str, str]]:
     """Yield path and text of the pages on the configuration: the whole tree, then a page per kind of component."""
     import_installed()
     tree = list(field_help(Config))
-    text = CONFIGURATION + "".join(f"* [`{SECTIONS[base.component_kind]}`]({_kind_page(base)})\n" for base in KINDS)
+    text = CONFIGURATION + "".join(f"* [`{KINDS[base].section}`]({_kind_page(base)})\n" for base in KINDS)
     for section in ("", "eval", "finetuning"):
         fields = [field for field in tree if (field.path.partition(".")[0] if "." in field.path else "") == section]
         text += f"\n## {f'`{section}`' if section else 'The sections'}\n\n{_fields(fields, '')}"
     yield "configuration/index.md", text
     for base in KINDS:
-        path = SECTIONS[base.component_kind]
+        path = KINDS[base].section
         text = f"# `{path}`\n\n{inspect.cleandoc(base.__doc__ or '')}\n"
         for name in REGISTRY.names(base):
             component = REGISTRY.find(base, name)
@@ -125,7 +125,7 @@ Components are chosen by their `_type`, and each kind has a page with the fields
 
 
 def _kind_page(base: type) -> str:
-    return f"{base.component_kind.replace(' ', '_')}.md"
+    return f"{KINDS[base].name.replace(' ', '_')}.md"
 
 
 def _fields(fields: list[FieldHelp], anchor: str) -> str:

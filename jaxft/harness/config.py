@@ -260,7 +260,7 @@ def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], s
     override(mapping, overrides, faults)
     import_installed()
     types = {name: REGISTRY.find(LLMConfig, name).config_type for name in REGISTRY.names(LLMConfig)}
-    elsewhere = [name for name, kind in types.items() if issubclass(kind, LLMConfig) and kind.sharding_table is None]
+    elsewhere = [name for name, kind in types.items() if issubclass(kind, LLMConfig) and kind.module is None]
     llms = _section(mapping, "llms")
     served = {name: llm for name, llm in llms.items() if not (isinstance(llm, dict) and llm.get("_type") in elsewhere)}
     values = expanded({"imports": mapping.get("imports", []), "llms": served}, "", faults)
@@ -413,7 +413,7 @@ def _validated(model: type[Model], values: dict[str, Any], faults: ConfigErrors)
             path = ".".join(str(part) for part in details["loc"])
             # A component that is unknown because its module could not be imported is not reported again.
             if not faults.is_known(path) and not (imports_failed and "registered: " in details["msg"]):
-                faults.add(path, _message(details, values))
+                faults.add(path, _message(details))
         return None
 
 
@@ -450,13 +450,8 @@ def _names(values: dict[str, Any]) -> dict[str, list[str]]:
     return names
 
 
-def _message(details: ErrorDetails, values: dict[str, Any]) -> str:
+def _message(details: ErrorDetails) -> str:
     """Return the message of a validation error, without the value, which may be a secret."""
-    *parents, last = details["loc"] or ("",)
-    if details["type"] == "extra_forbidden":
-        return "no such field" + did_you_mean(
-            str(last), config_help.fields_at(Config, parents, values), what="fields here"
-        )
     if details["type"] == "missing":
         return "is required, but not there"
     if details["type"] == "fault":

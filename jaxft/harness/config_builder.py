@@ -18,6 +18,7 @@ from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig, config_f
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.evaluators import SECTION
 from jaxft.harness.registry import (
+    KINDS,
     ComponentConfig,
     DatasetConfig,
     EvaluatorConfig,
@@ -147,5 +148,5 @@ def _known(fields: Mapping[str, Any], name: str, path: str, setter: str) -> Any:
 
 def _checked(config: C, base: type[ComponentConfig]) -> C:
     if not isinstance(config, base):
-        raise TypeError(f"the configuration is a {type(config).__name__}; wanted is one of a {base.component_kind}")
+        raise TypeError(f"the configuration is a {type(config).__name__}; wanted is one of a {KINDS[base].name}")
     return config

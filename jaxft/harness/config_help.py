@@ -1,9 +1,9 @@
-"""Fields of the config classes: their names at a path, for messages, and their descriptions, for `--help` and pages."""
+"""Descriptions of the fields of the config classes, for `--help` and pages."""
 
 import json
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
@@ -11,41 +11,6 @@ from pydantic.fields import FieldInfo
 
 from jaxft.harness.config_types import ConfigModel
 from jaxft.harness.registry import KINDS, REGISTRY, ComponentConfig
-
-SECTIONS = {
-    "llm": "llms.<name>",
-    "workflow": "workflow",
-    "evaluator": "eval.evaluators.<name>",
-    "dataset loader": "eval.general.dataset",
-    "trajectory builder": "trajectory_builders.<name>",
-    "trainer adapter": "trainer_adapters.<name>",
-    "trainer": "trainers.<name>",
-    "logger": "finetuning.loggers.<n>",
-}
-"""Path in a configuration of each kind of component."""
-
-
-def fields_at(root: type[ConfigModel], path: Sequence[str | int], values: Any) -> list[str]:
-    """Return the names of the fields allowed under a path; empty if any name is allowed, or none.
-
-    Args:
-        root: the class of the whole tree.
-        path: keys and list indices from the root.
-        values: the plain values of the whole tree; `_type` in them tells the class of a component.
-    """
-    annotation: Any = root
-    for part in path:
-        model = _model(annotation)
-        if model is not None:
-            annotation = model.model_fields[str(part)].annotation if part in model.model_fields else None
-        else:
-            annotation = next(_arguments(annotation, (dict, tuple, list)), None)
-        values = _item(values, part)
-        component = _model(annotation)
-        if component in KINDS and isinstance(values, dict):
-            annotation = REGISTRY.find(component, values["_type"]).config_type
-    model = _model(annotation)
-    return [] if model is None else list(model.model_fields)
 
 
 class FieldHelp(NamedTuple):
@@ -67,10 +32,9 @@ class FieldHelp(NamedTuple):
 def describe(root: type[ConfigModel]) -> str:
     """Describe every field with type, default and description: the sections of the tree, then registered components."""
     lines = ["Fields of the configuration (set one with --set path=value):", *_lines(root)]
-    for base in KINDS:
+    for base, kind in KINDS.items():
         for name in REGISTRY.names(base):
-            config_type = REGISTRY.find(base, name).config_type
-            lines += ["", f"{SECTIONS[base.component_kind]}  _type: {name}", *_lines(config_type)]
+            lines += ["", f"{kind.section}  _type: {name}", *_lines(REGISTRY.find(base, name).config_type)]
     return "\n".join(lines)
 
 
@@ -95,25 +59,13 @@ def field_help(model: type[ConfigModel], prefix: str = "") -> Iterator[FieldHelp
             yield from field_help(section, f"{prefix}{name}.")
 
 
-def _item(values: Any, part: str | int) -> Any:
-    if isinstance(values, dict):
-        return values.get(part)
-    return values[part] if isinstance(values, list) and isinstance(part, int) else None
-
-
 def _model(annotation: Any) -> type[ConfigModel] | None:
     """Return the config class of an annotation: itself, or the one inside `X | None` or `Annotated[X, ...]`."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return annotation
-    inner = (_model(argument) for argument in _arguments(annotation, (types.UnionType, typing.Union, typing.Annotated)))
-    return next((model for model in inner if model is not None), None)
-
-
-def _arguments(annotation: Any, origins: tuple[Any, ...]) -> Iterator[Any]:
-    """Return the type arguments of an annotation with one of these origins; for a dict only the type of its values."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in origins:
-        yield from arguments[1:] if origin is dict else arguments
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union, typing.Annotated):
+        return None
+    return next(filter(None, map(_model, typing.get_args(annotation))), None)
 
 
 def _default(field: FieldInfo) -> str:
@@ -140,5 +92,5 @@ def _words(annotation: Any) -> str:
         return f"mapping of {_words(typing.get_args(annotation)[1])}"
     model = _model(annotation)
     if model is not None:
-        return model.component_kind if issubclass(model, ComponentConfig) else "mapping"
+        return KINDS[model].name if issubclass(model, ComponentConfig) else "mapping"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

@@ -7,7 +7,7 @@ reference (`LLMRef`, ...) is the name of an entry of the same configuration.
 import functools
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 from urllib.parse import urlsplit
 
 from jsonpath_ng import parse
@@ -18,10 +18,11 @@ from pydantic import (
     ConfigDict,
     Field,
     SecretStr,
+    ValidationError,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from jaxft.errors import did_you_mean
 from jaxft.files import home_path
@@ -42,6 +43,27 @@ class ConfigModel(BaseModel):
         if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation in numbers:
             raise config_error("must be a number (holds a bool)")
         return value
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _names_near_fields(cls, values: Any, handler: Any) -> Any:
+        """Let the error of an unknown field name the fields that are there."""
+        try:
+            return handler(values)
+        except ValidationError as error:
+            return _raise_with_near_names(error, cls)
+
+
+def _raise_with_near_names(error: ValidationError, model: type[ConfigModel]) -> NoReturn:
+    lines = []
+    for details in error.errors(include_url=False):
+        kind, message = details["type"], details["msg"]
+        if kind == "extra_forbidden" and len(details["loc"]) == 1:
+            near = did_you_mean(str(details["loc"][0]), model.model_fields, what="fields here")
+            kind, message = "fault", f"no such field{near}"
+        fault = PydanticCustomError(kind, "{message}", {"message": message})
+        lines.append(InitErrorDetails(type=fault, loc=details["loc"], input=details["input"]))
+    raise ValidationError.from_exception_data(error.title, lines, hide_input=True) from None
 
 
 class ConfigText(str):

@@ -1,9 +1,9 @@
 """The verb `doctor`: what this machine has, and whether a run can compute and write here."""
 
 import argparse
+import importlib
 import importlib.metadata
 import os
-import pkgutil
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -54,8 +54,8 @@ def doctor(config: Config | None, *, sharding: bool = False) -> None:
     import_installed()
     entries = [entry.name for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
     show(f"{'packages':<14} {', '.join(sorted(entries))}")
-    for kind in KINDS:
-        show(f"{kind.component_kind:<14} {', '.join(REGISTRY.names(kind)) or 'none'}")
+    for base, kind in KINDS.items():
+        show(f"{kind.name:<14} {', '.join(REGISTRY.names(base)) or 'none'}")
     _show_devices(show)
     _show_compile_cache(show)
     _check_writable(show, Path.cwd() / "runs" if config is None else config.finetuning.output_dir)
@@ -164,9 +164,9 @@ def _show_compile_cache(show: Callable[[str], None]) -> None:
 def _show_choices(show: Callable[[str], None], config: Config) -> None:
     """Show the values that fields set to `auto` have on this machine."""
     for name, llm in config.llms.items():
-        if llm.choices is not None:
+        if llm.module is not None:
             try:
-                values = pkgutil.resolve_name(llm.choices)(llm)
+                values = importlib.import_module(llm.module).choices(llm)
             except ValueError as error:
                 show(f"llms.{name:<9} not on this machine: {error}")
                 continue
@@ -180,7 +180,7 @@ def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:
     show(f"\n{rules_table()}\n")
     for name, llm in ({} if config is None else config.llms).items():
         try:
-            table = None if llm.sharding_table is None else pkgutil.resolve_name(llm.sharding_table)(llm)
+            table = None if llm.module is None else importlib.import_module(llm.module).sharding_table(llm)
         except ValueError as error:
             raise ConfigError([f"llms.{name}.mesh: {error}"]) from error
         if table is not None:

@@ -34,14 +34,12 @@ from jaxft.plugins import plugins
 
 
 class ComponentConfig(ConfigModel):
-    """Base of the eight kinds of component configs below.
+    """Base of the kinds of component configs in `KINDS`.
 
     Attributes:
-        component_kind: the kind of component, for messages.
         type_name: the `_type` that chooses this class; None for a class without a name.
     """
 
-    component_kind: ClassVar[str] = "component"
     type_name: ClassVar[str | None] = None
 
     def __init_subclass__(cls, *, name: str | None = None, **options: Any) -> None:
@@ -57,16 +55,13 @@ class LLMConfig(ComponentConfig):
     """A language model.
 
     Attributes:
-        sharding_table: `module:function` of a function from the configuration to a table of the parameters' sharding,
-            or None without a mesh; it raises ValueError for an impossible mesh. None if this process holds no
-            parameters.
-        choices: `module:function` of a function from the configuration to the values that fields set to `auto` have on
-            this machine, by field. None if there are no such fields.
+        module: module with two functions of the configuration of a model in this process; None for a model elsewhere.
+            `choices` returns the values that fields set to `auto` have on this machine, by field. `sharding_table`
+            returns a table of the parameters' sharding, or None without a mesh. They raise ValueError for an impossible
+            mesh.
     """
 
-    component_kind = "llm"
-    sharding_table: ClassVar[str | None] = None
-    choices: ClassVar[str | None] = None
+    module: ClassVar[str | None] = None
 
     @property
     def served_at(self) -> ServeConfig | None:
@@ -86,8 +81,6 @@ class LLMConfig(ComponentConfig):
 class WorkflowConfig(ComponentConfig):
     """An agent: `async def f(example: dict) -> Any`."""
 
-    component_kind = "workflow"
-
 
 class EvaluatorConfig(ComponentConfig):
     """A function from an `EvalInputItem` to a number, named numbers, an `EvalOutputItem` or None; sync or async.
@@ -95,7 +88,6 @@ class EvaluatorConfig(ComponentConfig):
     An `EvaluatorInfo` or a `BaseEvaluator`, as the toolkit has them, is one, too.
     """
 
-    component_kind = "evaluator"
     timeout_seconds: float | None = Field(
         default=None,
         gt=0.0,
@@ -115,8 +107,6 @@ class GroupEvaluatorConfig(EvaluatorConfig):
 class DatasetConfig(ComponentConfig):
     """A list of `EvalInputItem`."""
 
-    component_kind = "dataset loader"
-
 
 class RewardedConfig(ComponentConfig):
     """A component that is told the reward function of the run."""
@@ -128,37 +118,37 @@ class RewardedConfig(ComponentConfig):
 class TrajectoryBuilderConfig(RewardedConfig):
     """A `TrajectoryBuilder`."""
 
-    component_kind = "trajectory builder"
-
 
 class TrainerAdapterConfig(RewardedConfig):
     """A `TrainerAdapter`."""
-
-    component_kind = "trainer adapter"
 
 
 class TrainerConfig(RewardedConfig):
     """A `Trainer`."""
 
-    component_kind = "trainer"
-
 
 class LoggerConfig(ComponentConfig):
     """A `RunLogger`."""
 
-    component_kind = "logger"
+
+class Kind(NamedTuple):
+    """One kind of component: its name in messages, and its path in a configuration."""
+
+    name: str
+    section: str
 
 
-KINDS: tuple[type[ComponentConfig], ...] = (
-    LLMConfig,
-    WorkflowConfig,
-    EvaluatorConfig,
-    DatasetConfig,
-    TrajectoryBuilderConfig,
-    TrainerAdapterConfig,
-    TrainerConfig,
-    LoggerConfig,
-)
+KINDS: dict[type[ComponentConfig], Kind] = {
+    LLMConfig: Kind("llm", "llms.<name>"),
+    WorkflowConfig: Kind("workflow", "workflow"),
+    EvaluatorConfig: Kind("evaluator", "eval.evaluators.<name>"),
+    DatasetConfig: Kind("dataset loader", "eval.general.dataset"),
+    TrajectoryBuilderConfig: Kind("trajectory builder", "trajectory_builders.<name>"),
+    TrainerAdapterConfig: Kind("trainer adapter", "trainer_adapters.<name>"),
+    TrainerConfig: Kind("trainer", "trainers.<name>"),
+    LoggerConfig: Kind("logger", "finetuning.loggers.<n>"),
+}
+"""The kinds of components, by the base class of their configurations."""
 
 Factory = Callable[[Any, Any], AsyncIterator[Any]]
 """An async generator function `(config, builder)` that yields the instance once."""
@@ -207,7 +197,7 @@ class Registry:
     """Components by kind and name."""
 
     def __init__(self) -> None:
-        self._components: dict[tuple[str, str], Component] = {}
+        self._components: dict[tuple[type[ComponentConfig], str], Component] = {}
 
     def add(
         self,
@@ -235,13 +225,11 @@ class Registry:
             )
         place = factory if isinstance(factory, str) else _place_of(factory)
         new = Component(config_type, factory, place, extra)
-        key = (base.component_kind, config_type.type_name)
-        old = self._components.get(key)
-        if old is not None and old.place != new.place:
-            raise ConfigError(
-                [f"two {base.component_kind}s are named '{key[1]}': {old.place} and {new.place}: rename one"]
-            )
-        self._components[key] = new
+        name = config_type.type_name
+        old = self._components.setdefault((base, name), new)
+        if old.place != new.place:
+            raise ConfigError([f"two {KINDS[base].name}s are named '{name}': {old.place} and {new.place}: rename one"])
+        self._components[base, name] = new
 
     def find(self, base: type[ComponentConfig], name: str) -> Component:
         """Return the component of that kind and name.
@@ -249,12 +237,12 @@ class Registry:
         Raises:
             ConfigError: there is none; the message lists the registered names.
         """
-        if (base.component_kind, name) not in self._components:
+        if (base, name) not in self._components:
             names = self.names(base)
             listed = f"; registered: {', '.join(names) or 'none'}"
             near = did_you_mean(name, names, what="registered")
-            raise ConfigError([f"no {base.component_kind} is named '{name}'{near}{'' if near == listed else listed}"])
-        return self._components[base.component_kind, name]
+            raise ConfigError([f"no {KINDS[base].name} is named '{name}'{near}{'' if near == listed else listed}"])
+        return self._components[base, name]
 
     def packages(self) -> set[str]:
         """Return the top-level packages that registered components."""
@@ -262,7 +250,7 @@ class Registry:
 
     def names(self, base: type[ComponentConfig]) -> list[str]:
         """Return the registered names of a kind, sorted."""
-        return sorted(name for kind, name in self._components if kind == base.component_kind)
+        return sorted(name for kind, name in self._components if kind is base)
 
 
 def _place_of(factory: Factory) -> str:
@@ -287,7 +275,7 @@ def chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
         type_name = value.get("_type")
         if not isinstance(type_name, str):
             names = ", ".join(REGISTRY.names(base)) or "none"
-            raise config_error(f"needs '_type', which chooses the {base.component_kind}; registered: {names}")
+            raise config_error(f"needs '_type', which chooses the {KINDS[base].name}; registered: {names}")
         try:
             config_type = REGISTRY.find(base, type_name).config_type
         except ConfigError as error:

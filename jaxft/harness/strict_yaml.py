@@ -1,6 +1,5 @@
-"""Parser for strict YAML: YAML 1.2 scalars, unique keys, no tags, bounded aliases, and errors with a line number."""
+"""Strict YAML: the scalars of YAML 1.2, unique keys that are texts, plain values, and errors with a line number."""
 
-import math
 import re
 from typing import Any
 
@@ -8,45 +7,35 @@ import yaml
 
 from jaxft.errors import ConfigError
 
-MAX_CHARACTERS = 1_000_000
-MAX_VALUES = 10_000
-MAX_DEPTH = 100
+MAX_CHARACTERS = 300_000
+"""Size of the longest text that is read: of a larger one the parser would read for minutes."""
 
-_NULL, _BOOL, _INT, _FLOAT = (f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float"))
+MAX_VALUES = 100_000
+"""Number of values that aliases may expand to."""
+
+_PREFIX = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only; `_value` converts them to values, without PyYAML's constructors."""
+    """Makes plain values of nodes, whose kinds the scalars of YAML 1.2 tell."""
 
-    depth = nodes = 0
+    def fetch_tag(self) -> None:
+        raise _fault("a tag is not allowed: quote a text that begins with '!'", self.get_mark())
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
-        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag is not None:
-            raise _fault(f"the tag '{event.tag}' is not allowed: quote it if it is text", event.start_mark)
-        self.nodes += 1
-        if self.nodes > MAX_VALUES:  # stop here: reading the rest takes long
-            raise _fault(f"more than {MAX_VALUES:,} keys and values: keep data in a file of its own", event.start_mark)
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise _fault(f"nested deeper than {MAX_DEPTH} levels", event.start_mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if not isinstance(name, str):
+                raise _fault("a key must be text: quote it", key.start_mark)
+            if name in names:
+                raise _fault(f"the key '{name}' is there twice", key.start_mark)
+            names.add(name)
+        return super().construct_mapping(node, deep)
 
 
-_Loader.yaml_implicit_resolvers = {}
-
-
-def _resolve(tag: str, pattern: str, first: str) -> None:
-    _Loader.add_implicit_resolver(tag, re.compile(rf"^(?:{pattern})$"), [*first])
-
-
-_Loader.add_implicit_resolver(_NULL, re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-_resolve(_BOOL, "true|True|TRUE|false|False|FALSE", "tTfF")
-_resolve(_INT, "[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789")
-_resolve(_FLOAT, r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789")
-_resolve(_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.")
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value, {"0x": 16, "0o": 8}.get(node.value[:2], 10))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -56,8 +45,18 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_implicit_resolver(_FLOAT, re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), [*"-+0123456789"])
-_Dumper.add_implicit_resolver(_INT, re.compile(r"^0o[0-7]+$"), ["0"])
+_Loader.yaml_implicit_resolvers = {}
+_Loader.add_constructor(f"{_PREFIX}int", _integer)
+for _name, _pattern, _first in (
+    ("null", "~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", "[-+]?[0-9]{1,100}|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
+):
+    _Loader.add_implicit_resolver(f"{_PREFIX}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+    if _name in ("int", "float"):
+        _Dumper.add_implicit_resolver(f"{_PREFIX}{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -75,15 +74,10 @@ def parse_yaml(text: str, source: str) -> Any:
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            [
-                f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read: keep long texts in files of "
-                "their own (file://)"
-            ]
+            [f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read: keep texts in files (file://)"]
         )
     try:
-        # Inside the try: the reader refuses control characters when it is made.
-        node = _Loader(text).get_single_node()
-        return None if node is None else _value(node, 0, [0])
+        return _copied(yaml.load(text, _Loader), [MAX_VALUES])
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError([f"{source}:{line}: the character {error.character!r} is not allowed"]) from None
@@ -91,6 +85,8 @@ def parse_yaml(text: str, source: str) -> Any:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(text for text in (error.context, error.problem) if text)
         raise ConfigError([f"{source}:{mark.line + 1 if mark else 1}: {problem}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{source}:1: nested too deeply, or its aliases expand to too many values"]) from None
 
 
 def dump_yaml(value: Any) -> str:
@@ -102,38 +98,11 @@ def _fault(message: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=message, problem_mark=mark)
 
 
-def _value(node: yaml.Node, depth: int, count: list[int]) -> Any:
-    count[0] += 1
-    if count[0] > MAX_VALUES or depth > MAX_DEPTH:
-        raise _fault("its aliases expand to too many values: write them out, or use fewer", node.start_mark)
-    if isinstance(node, yaml.SequenceNode):
-        return [_value(item, depth + 1, count) for item in node.value]
-    if isinstance(node, yaml.ScalarNode):
-        return _scalar(node)
-    mapping: dict[str, Any] = {}
-    for key_node, value_node in node.value:
-        key = _value(key_node, depth + 1, count)
-        if not isinstance(key, str):
-            raise _fault("a key must be text: quote it", key_node.start_mark)
-        if key in mapping:
-            raise _fault(f"the key '{key}' is there twice", key_node.start_mark)
-        mapping[key] = _value(value_node, depth + 1, count)
-    return mapping
-
-
-def _scalar(node: yaml.ScalarNode) -> Any:
-    text: str = node.value
-    if node.tag == _NULL:
-        return None
-    if node.tag == _BOOL:
-        return text.lower() == "true"
-    if node.tag == _INT:
-        if len(text) > 100:
-            raise _fault("a number of more than 100 digits", node.start_mark)
-        return int(text, {"0x": 16, "0o": 8}.get(text[:2], 10))
-    if node.tag == _FLOAT:
-        number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-        if math.isinf(number) and "inf" not in text.lower():
-            raise _fault("a number too large for a float", node.start_mark)
-        return number
-    return text
+def _copied(value: Any, left: list[int]) -> Any:
+    """Return a copy without shared parts; `left` holds the number of values that it may still have."""
+    left[0] -= 1
+    if left[0] < 0:
+        raise RecursionError
+    if isinstance(value, dict):
+        return {name: _copied(inner, left) for name, inner in value.items()}
+    return [_copied(inner, left) for inner in value] if isinstance(value, list) else value

@@ -79,8 +79,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     of `SNAPSHOT_FIELDS`, which may be its own.
     """
 
-    sharding_table = "jaxft.shipped.local_policy:sharding_table"
-    choices = "jaxft.shipped.local_policy:choices"
+    module = "jaxft.shipped.local_policy"
 
     path: PathOrName | None = Field(
         default=None, description="Folder or hub id of a checkpoint; null: random weights in the shape of preset."
