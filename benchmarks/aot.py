@@ -34,10 +34,10 @@ from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.plan import MARGIN, collectives, estimate_update, least_seconds, memory_limit
-from jaxft.planning.programs import Programs, Run
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs.environment import environment
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.programs import Programs, Run
 from jaxft.training.memory import peak
 from records import Check, check_text
 
@@ -95,7 +95,7 @@ class Case(NamedTuple):
     def programs(self, remat: Remat) -> Programs:
         """Return the programs of the case, without its devices."""
         mesh = AbstractMesh((1, find_target(self.target).chips, 1), AXES)
-        return Programs(self.run(), mesh, find_target(self.target), remat)
+        return Programs(self.run().with_remat(remat), mesh, find_target(self.target).device)
 
 
 CASES = (
@@ -188,13 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aot.py: {error}", file=sys.stderr)
         return 2
 
-    def compile_run(run: Run, target: Target, remat: Remat, program: str, pool_bytes: int) -> Compiled:
+    def compile_run(run: Run, target: Target, program: str, pool_bytes: int) -> Compiled:
         size = f"{run.policy.preset}, {run.model.num_layers} layers, {run.policy.slots} slots"
-        print(f"compiling {program} for {target.name}: {size}, remat {remat}", file=sys.stderr, flush=True)
-        return compiler.compile_program(interpreter, run, target, remat, program, pool_bytes)
+        print(f"compiling {program} for {target.name}: {size}, remat {run.policy.remat}", file=sys.stderr, flush=True)
+        return compiler.compile_program(interpreter, run, target, program, pool_bytes)
 
     def compile_case(case: Case, remat: Remat) -> Compiled:
-        return compile_run(case.run(), find_target(case.target), remat, "gradient", 0)
+        return compile_run(case.run().with_remat(remat), find_target(case.target), "gradient", 0)
 
     is_met = True
     for platform in ("gpu",) if parsed.shrink else parsed.platforms or ("gpu", "tpu"):

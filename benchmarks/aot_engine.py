@@ -25,15 +25,14 @@ from pydantic import BaseModel
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.sharding import AXES, device_bytes
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import AUTO_REMATS, Remat
-from jaxft.planning.compiler import Compiled, CompilerError
-from jaxft.planning.decode_step import LargeCopy, Step
+from jaxft.models.decoder import AUTO_REMATS
+from jaxft.planning.compiler import Compiled, CompilerError, LargeCopy, Step
 from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
-from jaxft.planning.programs import Programs, Run
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.model_runner import DISPATCH_TOKENS
 from jaxft.rollout.relayout import Relayout
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.programs import Programs, Run
 from jaxft.training.memory import peak
 from records import Check, check_text
 
@@ -51,7 +50,7 @@ WAITS = ("conditional", "while")
 Counts = Mapping[str, float]
 """Numbers of launches by label."""
 
-Compile = Callable[[Run, Target, Remat, str, int], Compiled]
+Compile = Callable[[Run, Target, str, int], Compiled]
 """Compiles a program of a run for a target; the number is the `pool_bytes` of `compile_program`."""
 
 
@@ -122,6 +121,7 @@ class EngineCase(NamedTuple):
         policy = {
             "preset": self.model,
             "dtype": "bfloat16",
+            "remat": "dots",
             "max_context_tokens": CONTEXT_TOKENS,
             "slots": self.slots,
             "mesh": {"data": 1, "fsdp": 1, "tensor": chips} if chips > 1 else None,
@@ -274,11 +274,11 @@ def held_tokens(run: Run) -> int:
     return run.policy.cache_tokens or run.policy.slots * run.policy.max_context_tokens
 
 
-def programs_of(run: Run, target: Target, remat: Remat = "dots") -> Programs:
+def programs_of(run: Run, target: Target) -> Programs:
     """Return the programs of a run, without devices."""
     mesh = run.policy.mesh
     sizes = (1, 1, 1) if mesh is None else (mesh.data, mesh.fsdp, mesh.tensor)
-    return Programs(run, AbstractMesh(sizes, AXES), target, remat)
+    return Programs(run, AbstractMesh(sizes, AXES), target.device)
 
 
 def pool_bytes(programs: Programs) -> int:
@@ -316,9 +316,9 @@ def measure_step(case: EngineCase, compile_run: Compile) -> StepResult:
     """
     target, whole = find_target(case.target), programs_of(case.run(), find_target(case.target))
     pool, layers = pool_bytes(whole), whole.run.model.num_layers
-    decoded = [compile_run(case.run(few), target, "dots", DECODE, pool) for few in case.depths]
+    decoded = [compile_run(case.run(few), target, DECODE, pool) for few in case.depths]
     has_prefill = case.model == "qwen3-8b" and case.slots == max(MOST_BYTES)
-    prefilled = [compile_run(case.run(few), target, "dots", PREFILL, pool) for few in case.depths if has_prefill]
+    prefilled = [compile_run(case.run(few), target, PREFILL, pool) for few in case.depths if has_prefill]
     steps = [_step(case, each) for each in decoded]
     per_turn = [steps_of_turn(step.trips) for step in steps]
 
@@ -428,7 +428,7 @@ def measure_warm_up(case: EngineCase, compile_run: Compile) -> tuple[dict[str, f
     """Return the CPU seconds to compile each program that `warm_up` runs, and the check of their sum."""
     target = find_target(case.target)
     names = programs_of(case.run(), target).warm_up()
-    seconds = {name: compile_run(case.run(), target, "dots", name, 0).cpu_seconds for name in names}
+    seconds = {name: compile_run(case.run(), target, name, 0).cpu_seconds for name in names}
     name = f"CPU seconds to compile the {len(seconds)} programs of warm_up, {case.title}"
     return seconds, at_most(name, sum(seconds.values()), MOST_COMPILE_SECONDS)
 
@@ -444,16 +444,16 @@ def measure_fit(case: EngineCase, compile_run: Compile) -> tuple[dict[str, int],
     run, target = case.run(), find_target(case.target)
     limit, layers = memory_limit(target), run.model.num_layers
     temporaries = [
-        case.depths.at((compile_run(case.run(few), target, "dots", name, 0).temporaries for few in case.depths), layers)
+        case.depths.at((compile_run(case.run(few), target, name, 0).temporaries for few in case.depths), layers)
         for name in (DECODE, PREFILL)
     ]
     held = programs_of(run, target).held() | {"sampling temporaries": round(max(temporaries))}
     for remat in AUTO_REMATS:
-        estimated, is_last = estimate_update(programs_of(run, target, remat)), remat == AUTO_REMATS[-1]
+        estimated, is_last = estimate_update(programs_of(run.with_remat(remat), target)), remat == AUTO_REMATS[-1]
         if not is_last and peak(held | {"update": estimated}) > MARGIN * limit:
             continue
         try:
-            memory = held | {"update": compile_run(run, target, remat, "gradient", 0).temporaries}
+            memory = held | {"update": compile_run(run.with_remat(remat), target, "gradient", 0).temporaries}
         except CompilerError as error:
             if is_last or not error.is_out_of_memory:
                 raise

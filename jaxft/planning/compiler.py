@@ -13,25 +13,22 @@ import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
 from pydantic import TypeAdapter
 
-from jaxft.harness.registry import ComponentConfig
-from jaxft.models.config import DecoderConfig
 from jaxft.models.flash import compute_capability
-from jaxft.planning.decode_step import LargeCopy, Step, decode_step, large_copies
-from jaxft.planning.hlo import CACHED_BYTES, read
-from jaxft.planning.programs import Programs, Run, mesh_of_devices
+from jaxft.planning.hlo import CACHED_BYTES, Loop, Program, read
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.runs.environment import version
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.programs import Programs, Run, mesh_of_devices, run_from_json
 
 ROOT = Path(__file__).parents[2]
 MAKE = "scripts/make_compilers.sh"
@@ -50,6 +47,62 @@ TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 """Variables with which libtpu compiles on a machine that is no TPU's host."""
+
+
+class StepLaunch(NamedTuple):
+    """Launches of one turn that have the same label, opcode and sizes; see `Launch`. Attention's are without pages."""
+
+    label: str
+    opcode: str
+    bytes: int
+    far_bytes: int
+    is_attention: bool
+    times: int
+
+
+class Step(NamedTuple):
+    """One turn of the loop that decodes.
+
+    Attributes:
+        trips: how often the loop turns; None where the text does not say it.
+        launches: launches of one turn.
+    """
+
+    trips: int | None
+    launches: list[StepLaunch]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory read and written outside of attention's kernels."""
+        return sum(each.bytes * each.times for each in self.launches if not each.is_attention)
+
+    @property
+    def far_bytes(self) -> int:
+        """The same, less arrays that stay in a GPU's cache."""
+        return sum(each.far_bytes * each.times for each in self.launches if not each.is_attention)
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes that attention's kernels read and write beside the pages, such as sums of parts of a row."""
+        return sum(each.far_bytes * each.times for each in self.launches if each.is_attention)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of launches by label."""
+        found: Counter[str] = Counter()
+        for each in self.launches:
+            found[each.label] += each.times
+        return dict(found)
+
+
+class LargeCopy(NamedTuple):
+    """A copy, concatenation, gather or transpose of a large array, once a program or, in the loop, once a turn."""
+
+    where: Literal["entry", "loop", "exit"]
+    label: str
+    opcode: str
+    array: str
+    bytes: int
 
 
 class Compiled(NamedTuple):
@@ -95,30 +148,20 @@ def default_interpreter() -> Path:
     return cache_folder / "jaxft" / "compilers" / "bin" / "python"
 
 
-def compile_program(
-    interpreter: Path, run: Run, target: Target, remat: str, program: str, pool_bytes: int = 0
-) -> Compiled:
+def compile_program(interpreter: Path, run: Run, target: Target, program: str, pool_bytes: int = 0) -> Compiled:
     """Compile one program in a process of the interpreter.
 
     Args:
         interpreter: Python with the compilers.
-        run: the run.
+        run: the run, with a checkpoint policy of its own.
         target: the accelerators.
-        remat: checkpoint policy.
         program: a name of `Programs.by_name` or `Programs.warm_up`.
         pool_bytes: bytes per device of the keys of one layer, for the figures of a step; 0 leaves these out.
 
     Raises:
         CompilerError: the program needs too much memory, or the compiler failed.
     """
-    request = {
-        **_described(run),
-        "teacher": None if run.teacher is None else _described(run.teacher),
-        "target": target.name,
-        "remat": remat,
-        "program": program,
-        "pool_bytes": pool_bytes,
-    }
+    request = {"run": run.to_json(), "target": target.name, "program": program, "pool_bytes": pool_bytes}
     done = subprocess.run(
         [str(interpreter), "-m", "jaxft.planning.compiler", "compile"],
         input=json.dumps(request),
@@ -134,26 +177,6 @@ def compile_program(
     if "error" in answer:
         raise CompilerError(answer["error"], is_out_of_memory=answer["is_out_of_memory"])
     return TypeAdapter(Compiled).validate_python(answer)
-
-
-def _described(run: Run) -> dict[str, Any]:
-    """Return what a program follows from, as JSON's types."""
-    model = TypeAdapter(DecoderConfig).dump_python(run.model, mode="json")
-    return {"policy": plain(run.policy), "adapter": plain(run.adapter), "model": model}
-
-
-def _described_run(request: Mapping[str, Any], teacher: Run | None = None) -> Run:
-    return Run(
-        LocalPolicyConfig.model_validate(request["policy"]),
-        LocalTrainerAdapterConfig.model_validate(request["adapter"]),
-        TypeAdapter(DecoderConfig).validate_python(request["model"]),
-        teacher=teacher,
-    )
-
-
-def plain(config: ComponentConfig) -> dict[str, Any]:
-    """Return the fields of a configuration as JSON's types, without its type."""
-    return {name: value for name, value in config.model_dump(mode="json").items() if name != "_type"}
 
 
 @cache
@@ -232,11 +255,8 @@ def cudnn_limits_of(target: Target) -> Iterator[None]:
 
 def lower(request: Mapping[str, Any]) -> Any:
     """Return the lowered program of a request of `compile_program`."""
-    taught_by = request["teacher"]
-    run = _described_run(request, None if taught_by is None else _described_run(taught_by))
-    target = find_target(request["target"])
-    mesh = mesh_of_devices(run, topology_devices(target))
-    programs = Programs(run, mesh, target, request["remat"])
+    run, target = run_from_json(request["run"]), find_target(request["target"])
+    programs = Programs(run, mesh_of_devices(run, topology_devices(target)), target.device)
     with cudnn_limits_of(target):
         return (programs.warm_up() | programs.by_name())[request["program"]]()
 
@@ -245,9 +265,9 @@ def summarize(compiled: Any, seconds: float, cpu_seconds: float, target: Target,
     """Return memory, work and communication of a compiled program, which took so long to compile."""
     cached_bytes = CACHED_BYTES if target.chip.platform == "gpu" else 0
     memory, program = compiled.memory_analysis(), read(compiled.as_text(), cached_bytes)
-    kernels: dict[str, int] = {}
+    kernels = Counter[str]()
     for kernel in program.kernels:
-        kernels[kernel.name] = kernels.get(kernel.name, 0) + kernel.times
+        kernels[kernel.name] += kernel.times
     return Compiled(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
@@ -265,6 +285,58 @@ def summarize(compiled: Any, seconds: float, cpu_seconds: float, target: Target,
         step=decode_step(program, pool_bytes) if pool_bytes else None,
         copies=tuple(large_copies(program, math.ceil(COPY_SHARE * pool_bytes))) if pool_bytes else (),
     )
+
+
+# One step of decoding. Attention's kernels follow tables of pages, of which HLO knows nothing: their bytes beside the
+# pages are counted, apart from all else.
+
+
+def main_loop(program: Program) -> Loop | None:
+    """Return the outermost loop with the most operations of products; None if products are in no loop."""
+    flops: Counter[Loop] = Counter()
+    for launch in program.launches:
+        if launch.loops and launch.flops:
+            flops[launch.loops[0]] += launch.flops * launch.times
+    return max(flops, key=lambda loop: flops[loop], default=None)
+
+
+def decode_step(program: Program, pool_bytes: int) -> Step | None:
+    """Return one turn of the main loop; None if there is none.
+
+    Args:
+        program: the program.
+        pool_bytes: bytes per device of the keys, or of the values, of one layer; a kernel that takes an array of at
+            least half of them is attention's.
+    """
+    loop = main_loop(program)
+    if loop is None:
+        return None
+    turns: Counter[StepLaunch] = Counter()
+    for launch in program.launches:
+        if launch.loops[:1] == (loop,):
+            accesses = (*launch.reads, *launch.writes) if launch.opcode == "custom-call" and launch.kernels else ()
+            pages = [each for each in accesses if 0 < pool_bytes <= 2 * each.bytes]
+            beside = launch.bytes - sum(each.bytes for each in pages)
+            far = launch.far_bytes - sum(each.bytes for each in pages if not each.is_near)
+            kind = StepLaunch(launch.label, launch.opcode, beside, far, bool(pages), 0)
+            turns[kind] += launch.times // (loop.trips or 1)
+    return Step(loop.trips, [kind._replace(times=times) for kind, times in turns.items()])
+
+
+def large_copies(program: Program, least_bytes: int) -> list[LargeCopy]:
+    """Return the copies, concatenations, gathers and transposes that write arrays of at least so many bytes.
+
+    Updates in place are none, nor are rearrangements inside a fusion of which only a product or a sum is written.
+    """
+    loop, found, is_past = main_loop(program), [], False
+    for launch in program.launches:
+        is_inside = loop is not None and launch.loops[:1] == (loop,)
+        is_past = is_past or is_inside
+        where: Literal["entry", "loop", "exit"] = "loop" if is_inside else "exit" if is_past else "entry"
+        for opcode, array in launch.rearranged:
+            if array.bytes >= least_bytes and sum(each.bytes for each in launch.writes) >= least_bytes:
+                found.append(LargeCopy(where, launch.label, opcode, str(array), array.bytes))
+    return found
 
 
 def cpu_seconds() -> float:

@@ -1,12 +1,16 @@
-"""Weights and floating-point operations of a decoder by arithmetic: those it runs, and those it needs at least.
+"""Weights, operations and messages between chips of a decoder, by arithmetic from shapes and the mesh alone.
 
 A multiplication and an addition are two operations. Only products of matrices count, those of attention included.
+Parameters are gathered along `fsdp` and gradients summed as by ZeRO-3 (arXiv 1910.02054), activations along `tensor` as
+by Megatron-LM (arXiv 1909.08053). Of `n` chips a ring brings a chip `(n - 1) / n` of what is gathered or scattered, and
+twice that of a sum.
 Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h` head width, `L` layers, `V` vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
+from jaxft.models.config import DecoderConfig, LayerKind
 from jaxft.models.decoder import Remat
 
 
@@ -119,33 +123,64 @@ def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) ->
     return rows * products * attention_flops(config, tokens_seen(config.kinds, 1, tokens)) // 2
 
 
-def update_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat, lora: LoraSpec | None = None) -> int:
-    """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
+Mesh = tuple[int, int, int]
+"""Sizes of the axes `data`, `fsdp` and `tensor`; chips along `tensor` are neighbours, then those along `fsdp`."""
 
-    A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
-    pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention` and
-    `full` those of attention as well. The gradient of a norm of outputs needs the result of the last, which all but
-    `none` recompute; no other does. The logits are always computed twice.
+
+class Message(NamedTuple):
+    """The bytes that a chip receives for one purpose.
+
+    Attributes:
+        what: the purpose.
+        axis: the mesh axis that it goes along.
+        size: bytes, for each microbatch or for each update.
+        is_per_update: True if it is sent once for an update, whatever the microbatches.
+        crosses_hosts: True if chips along the axis are of several hosts.
+    """
+
+    what: str
+    axis: str
+    size: float
+    is_per_update: bool
+    crosses_hosts: bool
+
+
+def messages(
+    model: DecoderConfig,
+    mesh: Mesh,
+    *,
+    parameters: int,
+    trained: int,
+    tokens: int,
+    compute_bytes: int,
+    chips_per_host: int,
+) -> list[Message]:
+    """Return what a chip receives; purposes that need nothing are left out.
+
+    Args:
+        model: shape of the model.
+        mesh: sizes of the mesh's axes.
+        parameters: number of all parameters.
+        trained: number of those that are trained.
+        tokens: tokens of a microbatch on a row shard.
+        compute_bytes: bytes of a number in products, in which weights are gathered, and gradients and activations sent.
+        chips_per_host: chips of a host that the mesh uses.
 
     >>> from jaxft.models.config import model_preset
-    >>> m60 = model_preset("qwen3-58m")
-    >>> products = 6 * 2 * 8 * 3145728 + 8 * 1 * 16384000  # the last token of a row has no successor to score
-    >>> update_flops(m60, 1, 2, "dots") == products + kernel_flops(m60, 1, 2, "dots")
-    True
+    >>> sizes = {"parameters": 8000, "trained": 8000, "tokens": 1, "compute_bytes": 2, "chips_per_host": 8}
+    >>> [(each.what, each.size) for each in messages(model_preset("qwen3-50k"), (2, 1, 1), **sizes)]
+    [('sums of gradients', 16000.0)]
     """
-    shapes = projection_shapes(config)
-    kept = {"dots": tuple(shapes), "projections": tuple(path for path in shapes if path.startswith("self_attn"))}
-    recomputed = set() if remat == "none" else set(shapes) - set(kept.get(remat, ())) - {"mlp/down_proj"}
-    if remat != "none" and config.norm_places != "before":
-        recomputed.add("mlp/down_proj")
-    of_token = 0
-    for path, (inputs, outputs) in shapes.items():
-        passes = (2 if lora is not None else 3) + (path in recomputed)
-        of_token += 2 * passes * inputs * outputs
-        if lora is not None and lora.is_target(path):
-            again = inputs if remat != "none" else 0  # the inner product is read by a gradient
-            again += outputs if path in recomputed else 0
-            of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
-    head = 2 * (3 if lora is not None else 4) * head_weights(config)
-    products = rows * tokens * config.num_layers * of_token + rows * (tokens - 1) * head
-    return products + kernel_flops(config, rows, tokens, remat)
+    data, fsdp, tensor = mesh
+    of_fsdp, of_data, of_tensor = ((size - 1) / size for size in (fsdp, data, tensor))
+    own, moved = parameters / tensor * compute_bytes, trained / tensor * compute_bytes
+    activations = 4 * model.num_layers * 2 * of_tensor * tokens * model.hidden_size * compute_bytes
+    spans = {"tensor": tensor, "fsdp": tensor * fsdp, "data": tensor * fsdp * data}
+    found = [
+        ("weights, forward and backward", "fsdp", 2 * of_fsdp * own, False),
+        ("parts of gradients", "fsdp", of_fsdp * moved, False),
+        ("sums of gradients", "data", 2 * of_data * moved / fsdp, False),
+        ("sums of activations", "tensor", activations, False),
+        ("weights to sample with", "fsdp", of_fsdp * moved, True),
+    ]
+    return [Message(*each, crosses_hosts=spans[each[1]] > chips_per_host) for each in found if each[2]]

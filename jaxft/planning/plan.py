@@ -23,13 +23,11 @@ from jaxft.models.flash import Choice
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import sampling_bytes, update_bytes
-from jaxft.planning.flops import kernel_flops, model_flops
-from jaxft.planning.programs import Programs, Run, mesh_shape
+from jaxft.planning.flops import kernel_flops, messages, model_flops
 from jaxft.planning.targets import Target, find_target
-from jaxft.planning.traffic import messages
 from jaxft.runs.console import Console
-from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.shipped.local_policy import dtypes_of, shape_of
+from jaxft.shipped.local_policy import dtypes_of
+from jaxft.shipped.programs import Programs, Run, mesh_shape, planned_run
 from jaxft.training.memory import peak, phases
 
 GIB = 2**30
@@ -84,40 +82,6 @@ class Plan(NamedTuple):
         return not self.too_large and peak(self.memory) <= self.limit
 
 
-def run_of(config: Config) -> Run:
-    """Return the settings that the programs of a configuration's training follow from.
-
-    Raises:
-        ConfigError: nothing is trained in this process, or the shape of the model is not known.
-    """
-    name = config.finetuning.trainer_adapter
-    adapter = config.trainer_adapters.get(name or "")
-    if not isinstance(adapter, LocalTrainerAdapterConfig):
-        raise ConfigError([f"finetuning.trainer_adapter: is {name!r}; only a local_trainer_adapter can be planned"])
-    policy = config.llms[adapter.llm]
-    if not isinstance(policy, LocalPolicyConfig):
-        raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
-    if policy.sampler_mesh is not None:
-        raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
-    adapter = adapter.for_context(policy.max_context_tokens)
-    trainer = config.trainers.get(config.finetuning.trainer or "")
-    max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
-    snapshots = tuple(
-        llm.with_sampling_of(policy)
-        for llm in config.llms.values()
-        if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
-    )
-    distillation = adapter.loss.distillation
-    named = None if distillation is None else config.llms[distillation.teacher]
-    if named is not None and not isinstance(named, LocalPolicyConfig):
-        raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
-    try:
-        teacher = None if named is None else Run(named, adapter, shape_of(named))
-        return Run(policy, adapter, shape_of(policy), snapshots, max_staleness, teacher)
-    except (ValueError, OSError) as error:
-        raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
-
-
 def make_plan(
     run: Run, target: Target, interpreter: Path | None, show: Callable[[str], object] = lambda line: None
 ) -> Plan:
@@ -136,7 +100,7 @@ def make_plan(
     try:
         sizes, limit = mesh_shape(run.policy.mesh, target.chips), memory_limit(target)
         mesh = AbstractMesh(sizes, AXES)
-        candidates = [Programs(run, mesh, target, remat) for remat in remats(run)]
+        candidates = [Programs(run.with_remat(remat), mesh, target.device) for remat in remats(run)]
         held, (rows, width) = candidates[0].held(), candidates[0].rows_and_width()
     except ValueError as error:
         raise ConfigError([str(error)]) from error
@@ -144,9 +108,10 @@ def make_plan(
     def compile_one(programs: Programs, name: str) -> Compiled | None:
         """Compile a program; None if the compiler found no memory for it."""
         assert interpreter is not None
-        show(f"compiling {name} for {target.name}" + (f", remat {programs.remat}" if name == "gradient" else ""))
+        policy = f", remat {programs.run.remat}" if name == "gradient" else ""
+        show(f"compiling {name} for {target.name}{policy}")
         try:
-            return compiler.compile_program(interpreter, run, target, programs.remat, name)
+            return compiler.compile_program(interpreter, programs.run, target, name)
         except CompilerError as error:
             if error.is_out_of_memory:
                 return None
@@ -171,11 +136,11 @@ def make_plan(
         if len(compiled) == len(names):
             memory[purpose] = max(each.temporaries for each in compiled)
     chips, kernel = sizes[0] * sizes[1] * sizes[2], programs.kernel()
-    of_kernels = 0 if kernel.kernel == "xla" else kernel_flops(run.model, rows, width, programs.remat)
+    of_kernels = 0 if kernel.kernel == "xla" else kernel_flops(run.model, rows, width, programs.run.remat)
     return Plan(
         target=target,
         mesh=sizes,
-        remat=programs.remat,
+        remat=programs.run.remat,
         kernel=kernel,
         memory=memory,
         limit=limit,
@@ -194,17 +159,17 @@ def make_plan(
 
 def estimate_update(programs: Programs) -> int:
     """Return the estimated bytes of temporaries of an update."""
-    run, (rows, width), target = programs.run, programs.rows_and_width(), programs.target
+    run, (rows, width) = programs.run, programs.rows_and_width()
     fused = update_bytes(
         run.model,
         rows=rows,
         tokens=width,
-        remat=programs.remat,
-        platform=target.chip.platform,
+        remat=run.remat,
+        platform=programs.device.platform,
         sharding=programs.sharding,
         lora=run.lora,
         compute_dtype=programs.compute_dtype,
-        param_dtype=dtypes_of(run.policy, target.chip.platform)[0],
+        param_dtype=programs.dtype,
         is_packed=programs.is_packed(),
     )
     if programs.kernel().kernel != "xla":
@@ -221,7 +186,7 @@ def estimate_sampling(programs: Programs) -> int:
             programs.run.model,
             slots=policy.slots,
             length=policy.max_context_tokens,
-            platform=programs.target.chip.platform,
+            platform=programs.device.platform,
             sharding=programs.sharding,
             compute_dtype=programs.compute_dtype,
         )
@@ -278,7 +243,7 @@ def plan(config: Config, target_name: str, interpreter: Path | None, show: Calla
         target = find_target(target_name)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    run = run_of(config)
+    run = planned_run(config)
     is_given = interpreter is not None
     interpreter = interpreter or compiler.default_interpreter()
     if not is_given and not interpreter.exists():

@@ -29,8 +29,7 @@ from aot_engine import (
     weights_bytes,
 )
 from jaxft.models.config import model_preset
-from jaxft.planning.compiler import Compiled, CompilerError
-from jaxft.planning.decode_step import LargeCopy, Step, StepLaunch
+from jaxft.planning.compiler import Compiled, CompilerError, LargeCopy, Step, StepLaunch
 from jaxft.planning.targets import find_target
 
 SMALL, EIGHT_B = EngineCase("h200x1", "qwen3-0.6b", 8), EngineCase("h100x8", "qwen3-8b", 256)
@@ -53,7 +52,7 @@ def answer(
     """A compiler whose layers have so many launches beside attention's, and move `factor` times what they must."""
     asked = []
 
-    def compile_run(run, target, remat, program, pool):
+    def compile_run(run, target, program, pool):
         asked.append((program, run.model.num_layers, pool))
         layers, (inside, outside) = run.model.num_layers, layer_bytes(run)
         steps = max(aot_engine.DISPATCH_TOKENS) // trips if trips else 1
@@ -165,10 +164,12 @@ def test_compile_seconds_of_warm_up_add_up():
 
 @pytest.mark.slow
 def test_requests_beside_training_have_the_memory_of_the_first_policy_that_fits():
-    def compile_run(run, target, remat, program, pool):
+    def compile_run(run, target, program, pool):
         assert run.policy.slots == 8 and run.lora is not None
         assert (program == "gradient") == (run.model.num_layers == 28)
-        size = {"dots": None, "projections": 10**12}.get(remat, 10**9) if program == "gradient" else 100 * MIB
+        size = (
+            {"dots": None, "projections": 10**12}.get(run.policy.remat, 10**9) if program == "gradient" else 100 * MIB
+        )
         if size is None:
             raise CompilerError("RESOURCE_EXHAUSTED", is_out_of_memory=True)
         return Compiled(0, 0, size, 0, 0, 0, [], {}, 1.0)
@@ -186,7 +187,7 @@ if "compile" not in sys.argv:
     print(json.dumps({{"jax": "0.10.2"}}))
 else:
     request = json.load(sys.stdin)
-    layers, is_step = request["model"]["num_layers"], request["pool_bytes"] > 0
+    layers, is_step = request["run"]["model"]["num_layers"], request["pool_bytes"] > 0
     turn = [["product", "fusion", 10**9, 10**9, False, layers], ["attend", "custom-call", 8, 8, True, layers]]
     step = [8, turn] if is_step else None
     copies = [["loop", "copy", "copy", "bf16[8]", 16]] if is_step else []

@@ -23,13 +23,12 @@ from jaxft.core.sharding import AXES
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import Remat, layer_runs
 from jaxft.planning import compiler
-from jaxft.planning.compiler import Compiled
-from jaxft.planning.decode_step import large_copies
+from jaxft.planning.compiler import Compiled, large_copies
 from jaxft.planning.hlo import Program, read
 from jaxft.planning.plan import estimate_update
-from jaxft.planning.programs import Programs, Run
 from jaxft.planning.targets import find_target
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.programs import Programs, Run
 from published import CONFIGS, published
 
 INTERPRETER = compiler.default_interpreter()
@@ -71,6 +70,7 @@ class Case(NamedTuple):
             "path": self.model,
             "max_context_tokens": self.width,
             "compute_dtype": self.compute_dtype,
+            "remat": self.remat,
             "mesh": None if math.prod(self.mesh) == 1 else dict(zip(AXES, self.mesh, strict=True)),
             "lora": {"rank": 16} if self.lora else None,
         }
@@ -93,7 +93,7 @@ class Case(NamedTuple):
 
     @property
     def programs(self) -> Programs:
-        return Programs(self.run, AbstractMesh(self.mesh, AXES), find_target(self.target), self.remat)
+        return Programs(self.run, AbstractMesh(self.mesh, AXES), find_target(self.target).device)
 
 
 @cache
@@ -102,7 +102,7 @@ def compiled(case: Case) -> tuple[Compiled, Program]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         hlo = Path(folder) / "program.hlo"
         patch.setenv(compiler.HLO_FILE, str(hlo))
-        figures = compiler.compile_program(INTERPRETER, case.run, find_target(case.target), case.remat, case.program)
+        figures = compiler.compile_program(INTERPRETER, case.run, find_target(case.target), case.program)
         return figures, read(hlo.read_text())
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxft.planning.decode_step import LargeCopy, decode_step, large_copies, main_loop
+from jaxft.planning.compiler import LargeCopy, decode_step, large_copies, main_loop
 from jaxft.planning.hlo import CACHED_BYTES, read
 
 DATA = Path(__file__).parent / "data"

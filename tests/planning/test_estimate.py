@@ -19,7 +19,7 @@ from jaxft.models.config import LoraSpec, model_preset
 from jaxft.models.decoder import REMATS
 from jaxft.models.decoder_sharding import sharding_for
 from jaxft.planning.estimate import sampling_bytes, update_bytes
-from jaxft.planning.flops import kernel_flops, model_flops, update_flops
+from jaxft.planning.flops import head_weights, kernel_flops, model_flops, projection_shapes
 from jaxft.planning.targets import find_target
 from published import CONFIGS, published
 
@@ -50,6 +50,32 @@ def setting(case):
         param_dtype="float32" if lora is None else "bfloat16",
         is_packed=case.get("is_packed", case["loss"] != "dpo"),
     )
+
+
+def update_flops(config, rows, tokens, remat, lora=None):
+    """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
+
+    A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
+    pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention` and
+    `full` those of attention as well. The gradient of a norm of outputs needs the result of the last, which all but
+    `none` recompute; no other does. The logits are always computed twice.
+    """
+    shapes = projection_shapes(config)
+    kept = {"dots": tuple(shapes), "projections": tuple(path for path in shapes if path.startswith("self_attn"))}
+    recomputed = set() if remat == "none" else set(shapes) - set(kept.get(remat, ())) - {"mlp/down_proj"}
+    if remat != "none" and config.norm_places != "before":
+        recomputed.add("mlp/down_proj")
+    of_token = 0
+    for path, (inputs, outputs) in shapes.items():
+        passes = (2 if lora is not None else 3) + (path in recomputed)
+        of_token += 2 * passes * inputs * outputs
+        if lora is not None and lora.is_target(path):
+            again = inputs if remat != "none" else 0  # the inner product is read by a gradient
+            again += outputs if path in recomputed else 0
+            of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
+    head = 2 * (3 if lora is not None else 4) * head_weights(config)
+    products = rows * tokens * config.num_layers * of_token + rows * (tokens - 1) * head
+    return products + kernel_flops(config, rows, tokens, remat)
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -3,23 +3,21 @@
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from pydantic import TypeAdapter
 
 from jaxft.cli import main
-from jaxft.models.config import DecoderConfig, model_preset
+from jaxft.models.config import model_preset
 from jaxft.models.flash import Choice
 from jaxft.planning import compiler
 from jaxft.planning import plan as plan_module
-from jaxft.planning.compiler import Compiled, cudnn_limits_of, plain
+from jaxft.planning.compiler import Compiled, cudnn_limits_of
 from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
-from jaxft.planning.programs import Run, mesh_shape
 from jaxft.planning.targets import find_target, target_names
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+from jaxft.shipped.programs import Run, mesh_shape, run_from_json
 from jaxft.training import learner as learner_module
 
 AGENT = """
@@ -214,7 +212,7 @@ def answer(sizes, arguments, request):
     """Return the output of an interpreter with compilers for a request, with the given temporaries of each program."""
     if arguments[-1] != "compile":
         return {"jax": "9.9"}
-    size = sizes.get((request["program"], request["remat"]), sizes.get(request["program"], 0))
+    size = sizes.get((request["program"], request["run"]["policy"]["remat"]), sizes.get(request["program"], 0))
     if isinstance(size, str):
         return {"error": size, "is_out_of_memory": "RESOURCE" in size}
     return {
@@ -427,10 +425,8 @@ def test_a_limit_that_is_no_number_is_one_line(planned, capsys, monkeypatch):
 
 
 def test_a_configuration_is_sent_as_it_is():
-    sent = json.loads(json.dumps([plain(RUN_OF_V5E.policy), plain(RUN_OF_V5E.adapter), asdict(RUN_OF_V5E.model)]))
-    assert LocalPolicyConfig.model_validate(sent[0]) == RUN_OF_V5E.policy
-    assert LocalTrainerAdapterConfig.model_validate(sent[1]) == RUN_OF_V5E.adapter
-    assert TypeAdapter(DecoderConfig).validate_python(sent[2]) == RUN_OF_V5E.model
+    taught = RUN_OF_V5E._replace(teacher=RUN_OF_V5E)
+    assert run_from_json(json.loads(json.dumps(taught.to_json()))) == taught
 
 
 def test_limits_of_cudnn_are_those_of_the_target():

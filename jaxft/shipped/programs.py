@@ -4,29 +4,32 @@ They are those of `Learner` and `ModelRunner`, made from shapes alone: nothing i
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+from pydantic import TypeAdapter
 
 from jaxft.core.partition import BASE, trainable
 from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_sizes
 from jaxft.core.types import Model, Params
+from jaxft.errors import ConfigError
+from jaxft.harness.config import Config
+from jaxft.harness.registry import ComponentConfig
 from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, decoder, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.flash import Choice, choose_kernel
 from jaxft.models.load import lora_spec
-from jaxft.planning.targets import Target
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.relayout import Relayout
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
 from jaxft.shipped.local_adapter import make_learner
-from jaxft.shipped.local_policy import dtypes_of, lora_of
+from jaxft.shipped.local_policy import dtypes_of, lora_of, shape_of
 from jaxft.training.learner import Learner, TeacherModel, loses_kernel
 
 
@@ -48,6 +51,72 @@ class Run(NamedTuple):
     def lora(self) -> LoraSpec | None:
         """Settings of the adapters; None without any."""
         return lora_spec(lora_of(self.policy.lora))
+
+    @property
+    def remat(self) -> Remat:
+        """Checkpoint policy; where the configuration leaves it open, `with_remat` sets it."""
+        assert self.policy.remat != "auto"
+        return self.policy.remat
+
+    def with_remat(self, remat: Remat) -> "Run":
+        """Return the run with this checkpoint policy."""
+        teacher = None if self.teacher is None else self.teacher.with_remat(remat)
+        return self._replace(policy=self.policy.model_copy(update={"remat": remat}), teacher=teacher)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the programs follow from, as JSON's types."""
+        model = TypeAdapter(DecoderConfig).dump_python(self.model, mode="json")
+        described = {"policy": plain(self.policy), "adapter": plain(self.adapter), "model": model}
+        return described | {"teacher": None if self.teacher is None else self.teacher.to_json()}
+
+
+def run_from_json(values: Mapping[str, Any]) -> Run:
+    """Invert `Run.to_json`."""
+    return Run(
+        LocalPolicyConfig.model_validate(values["policy"]),
+        LocalTrainerAdapterConfig.model_validate(values["adapter"]),
+        TypeAdapter(DecoderConfig).validate_python(values["model"]),
+        teacher=None if values["teacher"] is None else run_from_json(values["teacher"]),
+    )
+
+
+def plain(config: ComponentConfig) -> dict[str, Any]:
+    """Return the fields of a configuration as JSON's types, without its type."""
+    return {name: value for name, value in config.model_dump(mode="json").items() if name != "_type"}
+
+
+def planned_run(config: Config) -> Run:
+    """Return the settings that the programs of a configuration's training follow from.
+
+    Raises:
+        ConfigError: nothing is trained in this process, or the shape of the model is not known.
+    """
+    name = config.finetuning.trainer_adapter
+    adapter = config.trainer_adapters.get(name or "")
+    if not isinstance(adapter, LocalTrainerAdapterConfig):
+        raise ConfigError([f"finetuning.trainer_adapter: is {name!r}; only a local_trainer_adapter can be planned"])
+    policy = config.llms[adapter.llm]
+    if not isinstance(policy, LocalPolicyConfig):
+        raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
+    if policy.sampler_mesh is not None:
+        raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
+    adapter = adapter.for_context(policy.max_context_tokens)
+    trainer = config.trainers.get(config.finetuning.trainer or "")
+    max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
+    snapshots = tuple(
+        llm.with_sampling_of(policy)
+        for llm in config.llms.values()
+        if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
+    )
+    distillation = adapter.loss.distillation
+    named = None if distillation is None else config.llms[distillation.teacher]
+    if named is not None and not isinstance(named, LocalPolicyConfig):
+        raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
+    try:
+        teacher = None if named is None else Run(named, adapter, shape_of(named))
+        return Run(policy, adapter, shape_of(policy), snapshots, max_staleness, teacher)
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 
 
 def mesh_shape(mesh: MeshConfig | None, devices: int) -> tuple[int, int, int]:
@@ -78,28 +147,27 @@ class Programs:
         runner: makes those of sampling.
     """
 
-    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, target: Target, remat: Remat) -> None:
+    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, device: Any) -> None:
         """Make model and learner.
 
         Args:
-            run: the run.
-            mesh: mesh of the target's devices, or an abstract one, which cannot be compiled for.
-            target: the accelerators, which decide dtypes and kernels.
-            remat: checkpoint policy.
+            run: the run, with a checkpoint policy of its own.
+            mesh: mesh of devices to compile for, or an abstract one, which cannot be compiled for.
+            device: one of them, or the attributes that decide about dtypes and kernels.
 
         Raises:
             ValueError: the model does not divide over the mesh.
         """
-        dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
-        self.run, self.target, self.remat = run, target, remat
-        self.compute_dtype = jnp.dtype(compute_dtype or dtype)
-        self.sharding, self.model, self.params = _model(run, mesh, target, remat)
+        dtype, compute_dtype = dtypes_of(run.policy, device.platform)
+        self.run, self.device = run, device
+        self.dtype, self.compute_dtype = jnp.dtype(dtype), jnp.dtype(compute_dtype or dtype)
+        self.sharding, self.model, self.params = _model(run, mesh, device.platform)
         adapter = run.adapter
         if adapter.packing is None:
-            packing = not loses_kernel(run.model, self.compute_dtype, [target.device])
+            packing = not loses_kernel(run.model, self.compute_dtype, [device])
             adapter = adapter.model_copy(update={"packing": packing})
         ref_params = self.params if adapter.has_own_reference else None
-        teacher = None if run.teacher is None else TeacherModel(*_model(run.teacher, mesh, target, remat)[1:])
+        teacher = None if run.teacher is None else TeacherModel(*_model(run.teacher, mesh, device.platform)[1:])
         self.learner: Learner = make_learner(
             adapter, self.model, ref_params=ref_params, max_staleness=run.max_staleness, teacher=teacher
         )
@@ -166,7 +234,7 @@ class Programs:
                 self.compute_dtype,
                 config.head_dim,
                 Scores(config.score_scale, window, config.attention_soft_cap),
-                [self.target.device],
+                [self.device],
                 has_segments=self.is_packed(),
             )
             for window in windows
@@ -182,11 +250,11 @@ class Programs:
         return device_bytes(None, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "int8"), self.params))
 
 
-def _model(run: Run, mesh: Mesh | AbstractMesh, target: Target, remat: Remat) -> tuple[Sharding, Model, Params]:
+def _model(run: Run, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding, Model, Params]:
     """Return sharding and model of a run's policy on a mesh, and the shapes of its parameters with their shardings."""
-    dtype, compute_dtype = dtypes_of(run.policy, target.chip.platform)
+    dtype, compute_dtype = dtypes_of(run.policy, platform)
     sharding = sharding_for(run.model, mesh)
-    model = decoder(run.model, remat, compute_dtype=compute_dtype, lora=run.lora, sharding=sharding)
+    model = decoder(run.model, run.remat, compute_dtype=compute_dtype, lora=run.lora, sharding=sharding)
     return sharding, model, sharding.place(_shapes(run, jnp.dtype(dtype)))
 
 
