@@ -4,16 +4,87 @@ Importing this package registers their configurations. The modules that make the
 environments, are imported when a component is first made.
 """
 
-from jaxft.environments.configs import (
-    EnvironmentFactoryConfig,
-    EnvironmentRewardConfig,
-    ReasoningGymDatasetConfig,
-    ReasoningGymScoreConfig,
-    VerifiersDatasetConfig,
-    VerifiersRewardConfig,
-    VerifiersWorkflowConfig,
-)
-from jaxft.harness.registry import REGISTRY, DatasetConfig, EvaluatorConfig, WorkflowConfig
+import importlib
+import json
+from types import ModuleType
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from jaxft import ComponentError, ConfigModel, DatasetConfig, EvaluatorConfig, LLMRef, WorkflowConfig
+from jaxft.harness import REGISTRY
+
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Options = Annotated[dict[str, Any], AfterValidator(lambda options: json.loads(json.dumps(options)))]
+"""Settings of another package, as plain JSON values: texts of a configuration know their folder, others' do not."""
+
+
+class QuestionsConfig(ConfigModel):
+    """Questions of a task, by their seed and number."""
+
+    seed: Seed = Field(default=0, description="Seed of the questions: another one gives other questions.")
+    size: int = Field(default=500, ge=1, description="Questions to generate; one that repeats is left out.")
+
+
+class ReasoningGymDatasetConfig(QuestionsConfig, DatasetConfig, name="reasoning_gym"):
+    """Questions of a task of reasoning-gym."""
+
+    task: str = Field(description="Name of the task, such as chain_sum or spell_backward.")
+    options: Options = Field(default={}, description="Options of the task, such as max_terms: 3.")
+    without: QuestionsConfig | None = Field(
+        default=None, description="Questions of the same task to leave out, such as those of training; null: none."
+    )
+
+
+class ReasoningGymScoreConfig(EvaluatorConfig, name="reasoning_gym_score"):
+    """The task's own score of the workflow's output, by its `score_answer`."""
+
+
+class VerifiersDatasetConfig(DatasetConfig, name="verifiers"):
+    """Tasks of a taskset of verifiers."""
+
+    taskset: Options = Field(description="The taskset: its id, as in {id: reverse-text}, and its own settings.")
+    select: Options = Field(
+        default={},
+        description="Choice of tasks: include, exclude, shuffle, seed, skip and limit, as verifiers has them.",
+    )
+
+
+class EnvironmentWorkflowConfig(WorkflowConfig):
+    """Settings of both workflows of environments."""
+
+    llm: LLMRef = Field(description="Entry of llms that plays.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
+
+
+class VerifiersWorkflowConfig(EnvironmentWorkflowConfig, name="verifiers"):
+    """Episodes of an environment of verifiers, with the policy in its seat."""
+
+    env: Options = Field(
+        default={},
+        description="Settings of the environment: id, seats and time-outs, as in the section [env] of verifiers. Its "
+        "taskset is that of eval.general.dataset, unless it has its own.",
+    )
+
+
+class VerifiersRewardConfig(EvaluatorConfig, name="verifiers_reward"):
+    """The rewards that the environment gave to the episode, with their weights; its metrics are the reasoning."""
+
+
+class EnvironmentFactoryConfig(EnvironmentWorkflowConfig, name="environment_factory"):
+    """Episodes in an environment that is written as a class, in the form of TRL's `environment_factory`."""
+
+    factory: str | dict[str, str] = Field(
+        description="The class, as module:Class; or several by name, of which a row's field `environment` names one."
+    )
+    max_tool_calling_iterations: int | None = Field(
+        default=None, ge=0, description="Most answers with tool calls whose tools are called; null: no limit."
+    )
+
+
+class EnvironmentRewardConfig(EvaluatorConfig, name="environment_reward"):
+    """The reward that the environment's `get_reward` gave."""
+
 
 REGISTRY.add(DatasetConfig, ReasoningGymDatasetConfig, "jaxft.environments.reasoning_gym:dataset")
 REGISTRY.add(EvaluatorConfig, ReasoningGymScoreConfig, "jaxft.environments.reasoning_gym:score")
@@ -22,3 +93,16 @@ REGISTRY.add(WorkflowConfig, VerifiersWorkflowConfig, "jaxft.environments.verifi
 REGISTRY.add(EvaluatorConfig, VerifiersRewardConfig, "jaxft.environments.verifiers:reward")
 REGISTRY.add(WorkflowConfig, EnvironmentFactoryConfig, "jaxft.environments.factory:workflow")
 REGISTRY.add(EvaluatorConfig, EnvironmentRewardConfig, "jaxft.environments.factory:reward")
+
+
+def installed(name: str, extra: str = "envs") -> ModuleType:
+    """Return a module of a package that an extra of jaxft installs.
+
+    Raises:
+        ComponentError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        reason = str(error).partition("\n")[0]
+        raise ComponentError(f'{name}: {reason}; install it by: pip install "jaxft[{extra}]"') from error

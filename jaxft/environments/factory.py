@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from jaxft.environments.configs import EnvironmentFactoryConfig, EnvironmentRewardConfig
-from jaxft.errors import ConfigError, did_you_mean, one_line
-from jaxft.harness.data_models import EvalInputItem
-from jaxft.rollout.messages import ToolCall
+from jaxft import ConfigError, EvalInputItem, ToolCall
+from jaxft.environments import EnvironmentFactoryConfig, EnvironmentRewardConfig
+from jaxft.errors import did_you_mean, one_line
 
 NOT_TOOLS = ("reset", "get_reward")
 """Public methods that the policy does not call."""

@@ -5,10 +5,9 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from jaxft.environments.configs import ReasoningGymDatasetConfig, ReasoningGymScoreConfig
-from jaxft.environments.extras import installed
-from jaxft.errors import ConfigError, did_you_mean
-from jaxft.harness.data_models import EvalInputItem
+from jaxft import ConfigError, EvalInputItem
+from jaxft.environments import ReasoningGymDatasetConfig, ReasoningGymScoreConfig, installed
+from jaxft.errors import did_you_mean
 
 OPTIONS = "task_options"
 """Field of a row with the options of its task, which some tasks need to score an answer."""

@@ -15,15 +15,21 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from jaxft.environments.configs import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig
-from jaxft.environments.extras import installed
-from jaxft.errors import ComponentError, ConfigError, DatasetError, one_line
-from jaxft.harness.addresses import Limits
-from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
+from jaxft import (
+    ChatClient,
+    ComponentError,
+    ConfigError,
+    DatasetError,
+    Episode,
+    EvalInputItem,
+    EvalOutputItem,
+    episode,
+)
+from jaxft.environments import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig, installed
+from jaxft.errors import one_line
+from jaxft.harness import Limits
 from jaxft.plugins import plugin
-from jaxft.rollout.client import ChatClient
-from jaxft.rollout.recorder import ENDPOINT, Episode, episode
-from jaxft.rollout.transport import async_transport
+from jaxft.rollout import ENDPOINT, async_transport
 
 HARNESS = "jaxft"
 """Id, for verifiers, of the harness that plays in this process."""

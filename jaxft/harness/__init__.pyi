@@ -1,5 +1,9 @@
 """The public names of `jaxft.harness`, each imported when it is first used; the outbuildings use no others."""
 
+from .addresses import (
+    Limits as Limits,
+    is_loopback as is_loopback,
+)
 from .registry import (
     REGISTRY as REGISTRY,
 )

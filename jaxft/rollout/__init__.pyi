@@ -6,3 +6,26 @@ from .frameworks import (
 from .language_model import (
     LanguageModel as LanguageModel,
 )
+from .chat_request import (
+    MAX_CHOICES as MAX_CHOICES,
+)
+from .messages import (
+    MAX_TOOLS as MAX_TOOLS,
+    TOOL_NAME as TOOL_NAME,
+)
+from .recorder import (
+    ENDPOINT as ENDPOINT,
+    episode_of_token as episode_of_token,
+    find_episode as find_episode,
+    is_episode_token as is_episode_token,
+    recording as recording,
+)
+from .requests import (
+    MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS,
+)
+from .token_text import (
+    split_token_text as split_token_text,
+)
+from .transport import (
+    async_transport as async_transport,
+)

@@ -11,12 +11,9 @@ from pydantic import BaseModel, Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
+from jaxft import ChatRequest, Delta, Reply
 from jaxft.errors import RequestError
-from jaxft.rollout.calls import Reply
-from jaxft.rollout.chat_request import ChatRequest, Delta
-from jaxft.rollout.messages import MAX_TOOLS
-from jaxft.rollout.requests import MAX_TOP_LOGPROBS
-from jaxft.rollout.token_text import split_token_text
+from jaxft.rollout import MAX_TOOLS, MAX_TOP_LOGPROBS, split_token_text
 from jaxft.serving.schemas import ChatFields, CompletionFields, Count, Dialect, Ignored, Like, Name, Refused, TextOr
 from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_error
 

@@ -10,10 +10,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from jaxft.rollout.calls import Reply
-from jaxft.rollout.chat_request import CompletionRequest, Delta
-from jaxft.rollout.requests import MAX_TOP_LOGPROBS
-from jaxft.rollout.token_text import split_token_text
+from jaxft import CompletionRequest, Delta, Reply
+from jaxft.rollout import MAX_TOP_LOGPROBS, split_token_text
 from jaxft.serving.chat_completions import LOWEST_LOGPROB, ChunkWriter, whole_completion
 from jaxft.serving.schemas import CompletionFields, Dialect, Ignored, Many, Natural, Refused
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxft.harness.addresses import Limits, is_loopback
-from jaxft.rollout.recorder import episode_of_token
+from jaxft.harness import Limits, is_loopback
+from jaxft.rollout import episode_of_token
 from jaxft.serving.app import episode_token, error_response, keys_of
 from jaxft.serving.wire import APIError
 

@@ -13,9 +13,8 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
-from jaxft.rollout.calls import Reply
-from jaxft.rollout.chat_request import ChatRequest, Delta
-from jaxft.rollout.messages import MAX_TOOLS, Message, Tool, ToolCall
+from jaxft import ChatRequest, Delta, Reply, ToolCall
+from jaxft.rollout import MAX_TOOLS
 from jaxft.serving.schemas import (
     APIRequest,
     Count,
@@ -122,7 +121,7 @@ class MessagesTool(Cached):
     defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
     allowed_callers: Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])] = None
 
-    def as_tool(self) -> Tool:
+    def as_tool(self) -> dict[str, Any]:
         """Return the function in OpenAI's format."""
         description = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **description, "parameters": self.input_schema}}
@@ -221,7 +220,7 @@ def _texts(content: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [{"type": "text", "text": block.text} for block in content]
 
 
-def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> Iterator[Message]:
+def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> Iterator[dict[str, Any]]:
     """Yield a message as OpenAI's messages: each result of a tool is one of its own."""
     if isinstance(message.content, str) or not message.content:
         yield {"role": message.role, "content": message.content or ""}
@@ -235,7 +234,7 @@ def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> Iterat
             yield from results or [{"role": message.role, "content": _texts(texts)}]
 
 
-def _answer(blocks: Sequence[AssistantBlock]) -> Message:
+def _answer(blocks: Sequence[AssistantBlock]) -> dict[str, Any]:
     """Return the blocks of an answer as OpenAI's message."""
     message: dict[str, Any] = {
         "role": "assistant",
@@ -253,7 +252,7 @@ def _answer(blocks: Sequence[AssistantBlock]) -> Message:
     return message
 
 
-def _result(block: ToolResultBlock) -> Message:
+def _result(block: ToolResultBlock) -> dict[str, Any]:
     """Return the result of a tool as OpenAI's message."""
     content = _texts(block.content or "") or ("error" if block.is_error else "")
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from jaxft.rollout.calls import Reply
-from jaxft.rollout.chat_request import ChatRequest, Delta
-from jaxft.rollout.messages import MAX_TOOLS, Message, Tool, ToolCall
+from jaxft import ChatRequest, Delta, Reply, ToolCall
+from jaxft.rollout import MAX_TOOLS
 from jaxft.serving.schemas import (
     ChatFields,
     Count,
@@ -141,7 +140,7 @@ class ResponsesTool(RequestObject):
     allowed_callers: Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])] = None
     output_schema: Annotated[Any, Refused("put it into the description")] = None
 
-    def as_tool(self) -> Tool:
+    def as_tool(self) -> dict[str, Any]:
         """Return the function in the format of chat completions."""
         given = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": {name: each for name, each in given.items() if each is not None}}
@@ -225,9 +224,9 @@ class ResponsesRequest(ChatFields):
         return ChatRequest(**arguments | {"messages": [*system, *asked]})
 
 
-def _messages(items: Sequence[InputItem]) -> list[Message]:
+def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Return the items of an input as OpenAI's messages."""
-    messages: list[Message] = []
+    messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None  # message of the assistant that the next items may belong to
     for item in items:
         if isinstance(item, FunctionCallOutput):

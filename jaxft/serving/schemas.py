@@ -27,11 +27,10 @@ from pydantic import (
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 from pydantic_core.core_schema import ValidationInfo, ValidatorFunctionWrapHandler
 
+from jaxft import ChatRequest, CompletionRequest, Reply
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import RequestError
-from jaxft.rollout.calls import Reply
-from jaxft.rollout.chat_request import MAX_CHOICES, ChatRequest, CompletionRequest
-from jaxft.rollout.messages import TOOL_NAME
+from jaxft.rollout import MAX_CHOICES, TOOL_NAME
 from jaxft.serving.wire import APIError, EventWriter, openai_error
 
 MAX_INTEGER = 2**31 - 1

@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jaxft.harness.addresses import Limits
+from jaxft.harness import Limits
 from jaxft.serving.app import episode_token, error_response
 from jaxft.serving.guard import Guard, refuse, unavailable
 from jaxft.serving.wire import APIError

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
-from jaxft.rollout.calls import Reply
-from jaxft.rollout.chat_request import Delta
+from jaxft import Delta, Reply
 
 MAX_BODY_BYTES = 2**24
 """Largest body of a request."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxft.environments.configs import EnvironmentFactoryConfig, EnvironmentRewardConfig
+from jaxft.environments import EnvironmentFactoryConfig, EnvironmentRewardConfig
 from jaxft.environments.factory import environment_kind, find_factory, opening, reward, workflow
 from jaxft.errors import ConfigError
 from jaxft.harness.data_models import EvalInputItem

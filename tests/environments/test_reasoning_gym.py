@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jaxft.environments.configs import ReasoningGymDatasetConfig, ReasoningGymScoreConfig
+from jaxft.environments import ReasoningGymDatasetConfig, ReasoningGymScoreConfig
 from jaxft.environments.reasoning_gym import dataset, questions, score
 from jaxft.errors import ComponentError, ConfigError
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxft.environments.configs import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig
+from jaxft.environments import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig
 from jaxft.environments.verifiers import dataset, reward, workflow
 from jaxft.errors import ComponentError, ConfigError, DatasetError
 from jaxft.harness.evaluation import Evaluation
