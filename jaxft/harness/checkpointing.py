@@ -6,7 +6,6 @@ taken between epochs only; an interrupted epoch is repeated with the same random
 """
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import time
@@ -21,8 +20,6 @@ from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.hosts.ring import Ring
-from jaxft.hosts.start import current_accord
 from jaxft.redaction import redacted
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.files import METRICS_FILE, RESUMES_FILE
@@ -50,7 +47,6 @@ class Checkpointing:
         directory: RunDirectory,
         config: CheckpointConfig,
         log: Callable[[str], None],
-        ring: Ring | None = None,
         shared: Path | None = None,
     ) -> None:
         """Open nothing yet.
@@ -59,7 +55,6 @@ class Checkpointing:
             directory: the run directory.
             config: when checkpoints are made, and how many are kept.
             log: shows a message.
-            ring: the processes of the run; None for one.
             shared: the run directory of process 0, for another one, whose own directory holds no checkpoints.
         """
         self.notes: dict[str, Any] = {}
@@ -68,7 +63,7 @@ class Checkpointing:
         self.when_restored: Callable[[], None] = lambda: None
         self.log = log
         self._directory, self._config = directory, config
-        self._ring, self._shared = ring, shared
+        self._shared = shared
         self._checkpoints: Checkpoints | None = None
         self._dataset_sha256: str | None = None
         self._boundary: dict[str, Any] | None = None
@@ -165,12 +160,6 @@ class Checkpointing:
         """
         if self._config.every is None:
             return
-        accord = current_accord()
-        async with contextlib.nullcontext() if accord is None else accord.checkpoint(f"checkpoint {step}"):
-            await self._capture(trainer, step, score, is_last=is_last)
-
-    async def _capture(self, trainer: Trainer, step: int, score: float | None, *, is_last: bool) -> None:
-        assert self._config.every is not None
         builder, adapter = _bound(trainer)
         state = {
             "step": step,
@@ -241,7 +230,6 @@ class Checkpointing:
             self._checkpoints = Checkpoints(
                 self._directory,
                 max_to_keep=self._config.max_to_keep,
-                ring=self._ring,
                 folder=None if self._shared is None else self._shared / FOLDER,
             )
         return self._checkpoints

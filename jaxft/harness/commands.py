@@ -1,7 +1,6 @@
 """The verbs `finetune` (with `--dry-run`), `resume`, `eval` and `serve` of the command line."""
 
 import argparse
-import asyncio
 import contextlib
 import json
 import shlex
@@ -18,18 +17,17 @@ from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.output_fields import escape_fields
 from jaxft.harness.session import (
-    CAME_BACK,
     MASKED,
     UNHEALTHY,
     Session,
+    bring_back,
     open_session,
     resume_command,
 )
 from jaxft.harness.signals import current_shutdown
-from jaxft.hosts.start import current_ring
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import current_console
-from jaxft.runs.directory import RunDirectory, bring_back_earlier_run
+from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import secrets_of_environment
 from jaxft.runs.files import CONFIG_FILE, RESUME_COMMAND, environment_of, holds_run, ways_on
 
@@ -63,11 +61,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     Raises:
         ConfigError: the folder holds no run, a script made it, or a secret that it does not store is missing.
     """
-    ring = current_ring()
-    if (ring is None or ring.process_id == 0) and bring_back_earlier_run(folder):
-        current_console().message(CAME_BACK.format(folder))
-    if ring is not None:  # the others read it after that
-        await asyncio.to_thread(ring.all_gather, "earlier run", None)
+    await bring_back(folder)
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(

@@ -57,7 +57,6 @@ from jaxft.harness.registry import (
     TrajectoryBuilderConfig,
     WorkflowConfig,
 )
-from jaxft.hosts.start import current_ring
 from jaxft.plugins import plugin
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.runs.console import Console
@@ -180,9 +179,6 @@ class ComponentBuilder(ConfigBuilder):
         config = asked.get(first) or default or ServeConfig(port=0)
         if port is not None:
             config = config.model_copy(update={"port": port})
-        ring = current_ring()
-        if ring is not None and config.port:  # several processes of a machine
-            config = config.model_copy(update={"port": config.port + ring.process_id})
         try:
             make_app, make_server = plugin("jaxft.endpoint", "app"), plugin("jaxft.endpoint", "server")
         except ImportError as error:
@@ -292,9 +288,7 @@ class ComponentBuilder(ConfigBuilder):
 
     async def _make_loggers(self) -> Loggers:
         loggers = Loggers(self.console)
-        ring = current_ring()
-        shown = self.config.finetuning.loggers if ring is None or ring.process_id == 0 else []
-        for number, config in enumerate(shown):
+        for number, config in enumerate(self.config.finetuning.loggers):
             place = f"finetuning.loggers.{number}"
             made = _checked(place, await self._once(place, config, LoggerConfig), RunLogger)
             loggers.add(f"{place} ({config.type_name})", made)
@@ -347,15 +341,12 @@ class ComponentBuilder(ConfigBuilder):
             timeout_seconds = None  # which the workers have
         else:
             workflow = await self.get_workflow()
-        ring = current_ring()
-        # Several processes have the episodes between them.
-        max_concurrency = -(-general.max_concurrency // (1 if ring is None else ring.num_processes))
         is_served = self._lender.is_served if self._lender is not None else self.is_served
         evaluation = Evaluation(
             workflow,
             await self._evaluators(),
             None if reward is None else reward.name,
-            max_concurrency,
+            general.max_concurrency,
             self.config.finetuning.seed,
             timeout_seconds=timeout_seconds,
             result_json_path=general.result_json_path,
@@ -363,7 +354,6 @@ class ComponentBuilder(ConfigBuilder):
             server_url=await self.get_server_url() if is_served else ENDPOINT,
             show_progress=self.console.status,
             log=self.console.message,
-            ring=ring,
         )
         self._closing.push_async_callback(evaluation.close)
         return evaluation

@@ -278,6 +278,10 @@ class TrainerAdapter(ABC):
         return None
 
 
+async def _always(name: str) -> bool:
+    return True
+
+
 class Trainer(ABC):
     """The training loop: collect trajectories, select groups, train, log.
 
@@ -288,6 +292,8 @@ class Trainer(ABC):
         loggers: the loggers of the run, set by the session. `run` calls their `begin` before its first epoch, then
             `metrics` and `samples`.
         save_checkpoint: function `(trainer, step, score=..., is_last=...)` that saves the run; None: no saving.
+        begins: function `(name)`, set by the session, that returns True if all processes of the run begin what they may
+            leave out, such as a validation; False once the run stops.
         is_stopping: set by a signal; `run` then returns after the present epoch.
         is_collecting: True while `run` waits for episodes, which a signal cuts off where several processes share them.
         needs_no_training: set by `run` if the run succeeded without training, as with a policy that reaches the target
@@ -305,6 +311,7 @@ class Trainer(ABC):
         self.reward: RewardFunctionConfig | None = None
         self.loggers = Loggers()
         self.save_checkpoint: Callable[..., Awaitable[None]] | None = None
+        self.begins: Callable[[str], Awaitable[bool]] = _always
         self.is_stopping = self.is_collecting = False
         self.needs_no_training = False
         self.failure: BaseException | None = None

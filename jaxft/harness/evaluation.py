@@ -9,11 +9,11 @@ import copy
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxft.errors import ConfigError, HostsError, PolicyError, UserCodeError, one_line, user_code
+from jaxft.errors import ConfigError, PolicyError, UserCodeError, user_code
 from jaxft.harness.config_types import at_json_path
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
 from jaxft.harness.evaluators import (
@@ -23,17 +23,16 @@ from jaxft.harness.evaluators import (
     Evaluator,
     EvaluatorInfo,
     GroupBarrier,
-    Score,
-    Scores,
     WeightedSum,
     evaluator_of,
     run_evaluators,
     to_scalar,
     weighted_sum_faults,
 )
+from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
-from jaxft.hosts.ring import Ring
+from jaxft.hosts.group import process_group
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode, outside_calls, recording
 
 OLD_SECONDS = 10.0
@@ -41,57 +40,6 @@ OLD_SECONDS = 10.0
 
 Workflow = Callable[[dict[str, Any]], Any]
 """Function from a row to an output; async functions run on the event loop, plain ones in a thread, and may block."""
-
-
-@dataclass(frozen=True)
-class EpisodeOutcome:
-    """Result of one episode.
-
-    Attributes:
-        item: the example, with the workflow's output.
-        episode: the record of the episode's model calls.
-        scores: score by evaluator.
-        reasonings: reasoning by evaluator, for the evaluators that gave one.
-        reward: score of the reward function; None without one, for a failed episode, and for a score that is None or
-            not finite.
-        named_rewards: the named scores that the reward is the sum of, if the evaluator gave any and the reward is
-            usable; None for names that do not judge this episode.
-        error: type and message of the exception of the workflow or an evaluator, on one line; None without one.
-        traceback: the whole traceback of that error.
-        has_agent_failed: True if the workflow raised that error, other than by a time-out.
-        seconds: durations of `rollout` and `reward`.
-    """
-
-    item: EvalInputItem
-    episode: Episode
-    scores: dict[str, Score] = field(default_factory=dict)
-    reasonings: dict[str, Any] = field(default_factory=dict)
-    reward: float | None = None
-    named_rewards: dict[str, float | None] | None = None
-    error: str | None = None
-    traceback: str | None = None
-    has_agent_failed: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def generation(self) -> int:
-        """Index of this episode among those of its example, from 0."""
-        return self.episode.generation
-
-    def scored(self, scores: Scores, seconds: float) -> "EpisodeOutcome":
-        """Return the outcome with further scores, and the seconds that the evaluators took."""
-        return replace(
-            self,
-            scores=self.scores | scores.scores,
-            reasonings=self.reasonings | scores.reasonings,
-            error=scores.error,
-            traceback=scores.traceback,
-            seconds=self.seconds | {"reward": self.seconds["reward"] + seconds},
-        )
-
-
-Outcomes = dict[tuple[int, int], EpisodeOutcome | BaseException]
-"""Outcomes, or the errors in their place, by number of the example and generation."""
 
 
 class Evaluation:
@@ -122,7 +70,6 @@ class Evaluation:
         server_url: str = ENDPOINT,
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
         log: Callable[[str], None] = lambda sentence: print(sentence, file=sys.stderr, flush=True),
-        ring: Ring | None = None,
     ) -> None:
         """Check the evaluators and the reward's name.
 
@@ -131,7 +78,7 @@ class Evaluation:
             evaluators: by name; one that is no `BoundEvaluator` scores one episode without a time limit.
             reward_name: one of the evaluators, or None for no reward.
             max_concurrency: maximum number of episodes that run at once, over all runs of this object, and of groups
-                scored at once.
+                scored at once; the processes of a run divide it, as they do the examples.
             seed: seed of the run.
             timeout_seconds: time limit of the workflow per episode; None: no limit.
             result_json_path: JSON path of the result in the workflow's output; None: the whole output.
@@ -140,7 +87,6 @@ class Evaluation:
             server_url: address of the server that reaches the language models of episodes.
             show_progress: called when episodes start, with a function that returns their progress as text.
             log: shows a message, such as a warning; called from any thread.
-            ring: the processes that share the episodes, example by example; None for this one alone.
 
         Raises:
             ValueError: the reward's name is not among the evaluators.
@@ -162,8 +108,10 @@ class Evaluation:
         self._evaluators = {name: each for name, each in bound.items() if not each.is_group}
         self._group_evaluators = {name: each for name, each in bound.items() if each.is_group}
         self.reward_name = reward_name
-        self._slots = asyncio.Semaphore(max_concurrency)
-        self._group_slots = asyncio.Semaphore(max_concurrency)
+        self._processes = process_group()
+        of_process = -(-max_concurrency // self._processes.num_processes)
+        self._slots = asyncio.Semaphore(of_process)
+        self._group_slots = asyncio.Semaphore(of_process)
         self._seed = seed
         self._timeout_seconds = timeout_seconds
         self._episodes: set[asyncio.Task[Any]] = set()
@@ -177,7 +125,7 @@ class Evaluation:
         self.num_outside_calls = self.num_abandoned_elsewhere = 0
         self.supervisor = Supervisor(log)
         self.log = log
-        self._ring, self._num_shared = ring, 0
+        self._num_shared = 0
 
     def start(
         self,
@@ -247,16 +195,15 @@ class Evaluation:
         group_tasks: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
         own_tasks: dict[tuple[int, int], asyncio.Task[EpisodeOutcome]] = {}
-        shared: asyncio.Future[Outcomes] = asyncio.get_running_loop().create_future()
+        shared = SharedOutcomes(self._processes)
         for number, item in enumerate(items):
-            if self._ring is not None and number % self._ring.num_processes != self._ring.process_id:
-                places = [(number, generation) for generation in range(num_generations)]
-                episodes += [asyncio.create_task(_received(shared, place)) for place in places]
-                continue
-            group = GroupBarrier(num_generations, self._score_group) if self._group_evaluators else None
             identity = self._seed, stream, rollout_index, item.id
             record = partial(Episode, *identity, temperature=temperature, server_url=self._server_url)
             own = [record(generation=generation) for generation in range(num_generations)]
+            if not shared.is_own(number):
+                episodes += [asyncio.create_task(shared.outcome(number, item, episode)) for episode in own]
+                continue
+            group = GroupBarrier(num_generations, self._score_group) if self._group_evaluators else None
             tasks = [
                 asyncio.create_task(
                     self._run_episode(item, episode, group), name=f"episode {item.id}/{episode.generation}"
@@ -269,13 +216,11 @@ class Evaluation:
             if group is not None:
                 group.wait_for(tasks)
                 group_tasks.append(group.evaluating)
-        if self._ring is not None:
+        if not self._processes.is_alone:
             self._num_shared += 1
             name = f"episodes {stream}, {rollout_index}, {self._num_shared}"
             before = self.supervisor.num_abandoned, outside_calls()
-            sharing = asyncio.create_task(self._share(name, self._ring, own_tasks, shared, before))
-            shared.add_done_callback(lambda _: sharing.cancel())  # does nothing unless the episodes are cancelled
-            group_tasks.append(sharing)
+            group_tasks.append(asyncio.create_task(self._share(name, own_tasks, shared, before)))
         for known, tasks in ((self._episodes, episodes), (self._group_tasks, group_tasks)):
             known.update(tasks)
             for task in tasks:
@@ -288,34 +233,21 @@ class Evaluation:
     async def _share(
         self,
         name: str,
-        ring: Ring,
         own_tasks: Mapping[tuple[int, int], "asyncio.Task[EpisodeOutcome]"],
-        shared: "asyncio.Future[Outcomes]",
+        shared: SharedOutcomes,
         before: tuple[int, int],
     ) -> None:
-        """Give the other processes the outcomes of the episodes here, and set `shared` to those of all.
+        """Give the other processes the outcomes of the episodes here, with the calls abandoned or outside of episodes.
 
-        The abandoned calls and those outside of episodes, of which `before` has the numbers before, are shared, too.
-        Nothing is given if episodes were cancelled: this process ends, and the others hear of that.
+        `before` has the numbers of such calls before. Nothing is given if episodes were cancelled: this process ends,
+        and the others hear of that.
         """
         ended = await asyncio.gather(*own_tasks.values(), return_exceptions=True)
-        if any(isinstance(outcome, asyncio.CancelledError) for outcome in ended):
-            shared.cancel()
-            return
-        try:
-            counts = self.supervisor.num_abandoned - before[0], outside_calls() - before[1]
-            own = dict(zip(own_tasks, ended, strict=True)), counts
-            parts = await asyncio.to_thread(ring.all_gather, name, own)
-            for index, (_, (abandoned, outside)) in enumerate(parts):
-                if index != ring.process_id:
-                    self.num_abandoned_elsewhere += abandoned
-                    self.num_outside_calls += outside
-            shared.set_result({place: outcome for outcomes, _ in parts for place, outcome in outcomes.items()})
-        except HostsError as error:
-            shared.set_exception(error)
-        except Exception as error:  # pickle raises errors of many kinds
-            fault = f"the outcome of an episode cannot be sent to the other processes: {one_line(error)}"
-            shared.set_exception(HostsError(fault))
+        counts = [self.supervisor.num_abandoned - before[0], outside_calls() - before[1]]
+        outcomes = dict(zip(own_tasks, ended, strict=True))
+        for abandoned, outside in await shared.share(name, outcomes, counts):
+            self.num_abandoned_elsewhere += abandoned
+            self.num_outside_calls += outside
 
     def _count_outside_calls(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
         """Count the model calls outside of any episode until all episodes have ended; warn if there are any."""
@@ -427,14 +359,6 @@ class Evaluation:
             num_unscorable=len(outcomes) - len(failed) - len(rewards) if self.reward_name is not None else 0,
             first_error=failure_report(failed[0]) if failed else None,
         )
-
-
-async def _received(shared: "asyncio.Future[Outcomes]", place: tuple[int, int]) -> EpisodeOutcome:
-    """Return the outcome of an episode of another process, or raise what ended it there."""
-    outcome = (await shared)[place]
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
 
 
 def failure_report(outcome: EpisodeOutcome) -> str:

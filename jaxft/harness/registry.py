@@ -68,6 +68,10 @@ class LLMConfig(ComponentConfig):
         """The address at which the run serves its language models; None if this one asks for none."""
         return None
 
+    def with_higher_port(self, difference: int) -> "LLMConfig":
+        """Return this language model for another process of the machine, whose port, if one is chosen, is higher."""
+        return self
+
     def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
         """Return path and message of each fault of this language model beside the others of a configuration.
 

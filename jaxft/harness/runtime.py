@@ -38,7 +38,7 @@ from jaxft.harness.registry import REGISTRY
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.harness.verbs import OptionParser, installed_verbs, processes_arguments, processes_of
-from jaxft.hosts.start import Place, find_place, join, leave
+from jaxft.hosts.start import LAUNCHER, Place, find_place, join, leave
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
 
@@ -218,6 +218,7 @@ def exit_code_of(
         return complain(f"error: {error}", error.exit_code)
     shutdown = Shutdown()
     if processes is not None:
+        shutdown.launcher = os.environ.get(LAUNCHER, "")
         shutdown.processes = "".join(f" --{name} {shlex.quote(value)}" for name, value in processes.items() if value)
     is_quiet = place is not None and place.process_id > 0
     try:
@@ -263,15 +264,15 @@ def run_until_signalled(
         os.write(2, f"jaxft: process {index} of {place.num_processes} has gone{shutdown.resume_hint}\n".encode())
         os._exit(1)
 
-    ring = join(place, {"jaxft": version("jaxft") or "", "jax": version("jax") or ""}, end)
-    ring.on_stop, shutdown.tell = shutdown.hear, ring.stop
+    store = join(place, {"jaxft": version("jaxft") or "", "jax": version("jax") or ""}, end)
+    store.on_stop, shutdown.tell = shutdown.hear, store.stop
     try:
         result = asyncio.run(until_signalled())
     except BaseException as error:
         is_stopped = isinstance(error, Stopped | asyncio.CancelledError)
-        leave(ring, within_seconds=LEAVE_SECONDS, has_failed=not is_stopped)
+        leave(store, within_seconds=LEAVE_SECONDS, has_failed=not is_stopped)
         raise
-    leave(ring)
+    leave(store)
     return result
 
 

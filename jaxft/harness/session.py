@@ -45,12 +45,10 @@ from jaxft.harness.heap import frozen_heap
 from jaxft.harness.registry import DatasetConfig
 from jaxft.harness.signals import Shutdown, current_shutdown
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.hosts.accord import Accord
-from jaxft.hosts.ring import Ring
-from jaxft.hosts.start import current_accord, current_ring
+from jaxft.hosts.group import process_group
 from jaxft.redaction import hiding, redacted_values, redactor
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import RunDirectory
+from jaxft.runs.directory import RunDirectory, bring_back_earlier_run
 from jaxft.runs.environment import environment, script, secrets_of_environment
 from jaxft.runs.files import (
     CONFIG_FILE,
@@ -133,15 +131,14 @@ class Session:
             RestoreError: the run is resumed, and its checkpoint does not fit.
             Stopped: a signal ended the run; the message says whether it was saved.
         """
-        trainer, accord = await self.trainer(), current_accord()
-        if accord is not None:
-            if not (adapter := await self.adapter()).joins_processes:
-                raise ConfigError([f"{type(adapter).__name__} takes jobs of one process only: start one process"])
-            accord.on_stopping = partial(setattr, trainer, "is_stopping", True)
+        trainer, group = await self.trainer(), process_group()
+        if not (group.is_alone or (adapter := await self.adapter()).joins_processes):
+            raise ConfigError([f"{type(adapter).__name__} takes jobs of one process only: start one process"])
+        group.on_stopping, trainer.begins = partial(setattr, trainer, "is_stopping", True), group.allows
         try:
             options = {"run_configuration": self._run_configuration()}
             await trainer.initialize(self.config.finetuning.model_copy(update=options))
-            trainer.save_checkpoint = self.checkpointing.boundary
+            trainer.save_checkpoint = self._save_boundary
             trainer.loggers = self.loggers = await self.builder.get_loggers()
             if self.config.finetuning.checkpoints.every is None:
                 self.console.message("finetuning.checkpoints.every is null: this run cannot be continued")
@@ -245,9 +242,9 @@ class Session:
 
         Several processes stop before the same update, and save the same state.
         """
-        grace, accord = self.config.finetuning.grace_seconds, current_accord()
-        if accord is not None:
-            await self._end_together(trainer, running, accord)
+        grace = self.config.finetuning.grace_seconds
+        if not process_group().is_alone:
+            await self._end_together(trainer, running)
         else:
             trainer.is_stopping = True
             if (await self.adapter()).is_busy() and not running.done():
@@ -259,7 +256,7 @@ class Session:
         await asyncio.wait({running})
         step = None
         with contextlib.suppress(TimeoutError, HostsError):
-            step = await asyncio.wait_for(self._save_stopped(trainer, accord), timeout=max(grace, 1.0))
+            step = await asyncio.wait_for(self._save_stopped(trainer), timeout=max(grace, 1.0))
         with contextlib.suppress(HostsError):
             await self.checkpointing.wait()
         shutdown.end_within(max(grace, 1.0))  # an update past its grace time still occupies the device
@@ -272,26 +269,30 @@ class Session:
         makes_none = self.config.finetuning.checkpoints.every is None
         raise Stopped(f"not saved: {'this run makes no checkpoints' if makes_none else 'no checkpoint was finished'}")
 
-    async def _end_together(self, trainer: Trainer, running: "asyncio.Task[Any]", accord: Accord) -> None:
+    async def _end_together(self, trainer: Trainer, running: "asyncio.Task[Any]") -> None:
         """Wait until the run may be cancelled: when it waits for episodes, or has decided with the others to stop.
 
         What the processes compute together is finished within the grace time. An update is followed by the logs of its
         epoch and by what the next checkpoint holds, and then the run ends by itself.
         """
-        grace = self.config.finetuning.grace_seconds
-        accord.wants_stop = True
-        if accord.is_busy:
+        grace, group = self.config.finetuning.grace_seconds, process_group()
+        group.wants_stop = True
+        if group.is_busy:
             self.console.message(f"finishing the update, in at most {grace:g} seconds")
         deadline = time.monotonic() + grace
-        while not running.done() and not accord.is_over and time.monotonic() < deadline:
-            if not accord.is_busy and trainer.is_collecting:
+        while not running.done() and not group.is_over and time.monotonic() < deadline:
+            if not group.is_busy and trainer.is_collecting:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _save_stopped(self, trainer: Trainer, accord: Accord | None) -> int | None:
+    async def _save_boundary(self, trainer: Trainer, step: int, *, score: float | None = None, is_last: bool) -> None:
+        """Capture the state between two epochs in all processes; see `Checkpointing.boundary`."""
+        async with process_group().agree(f"checkpoint {step}", is_last=True):
+            await self.checkpointing.boundary(trainer, step, score=score, is_last=is_last)
+
+    async def _save_stopped(self, trainer: Trainer) -> int | None:
         """Save the latest state between two epochs, and return its step; None if that is not possible any more."""
-        if accord is not None:
-            await accord.stop()
+        await process_group().stop()
         return await self.checkpointing.save_boundary(trainer)
 
     async def trainer(self) -> Trainer:
@@ -403,23 +404,22 @@ async def open_session(
     secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
     command = resume_command.get()
     shutdown = current_shutdown() if output_dir is None else None
-    ring = current_ring()
-    shared = None
-    if ring is None or ring.process_id == 0:
+    group, shared = process_group(), None
+    if group.is_first:
         directory = RunDirectory.open(path) if resume else RunDirectory.create(path, overwrite=overwrite)
     else:
         shared, directory = path.absolute(), _own_directory()
-    if ring is not None and resume:
-        await _copy_run(ring, directory, shared)
+    if resume:
+        await _copy_run(directory, shared)
     if directory.came_back:
         shown_on.message(CAME_BACK.format(path))
         directory.came_back = False
     try:
         with hiding(secrets), without_secrets(), directory:
             shown_on.mask = redactor()
-            checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message, ring, shared)
+            checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message, shared)
             try:
-                async with ComponentBuilder(config, directory, shown_on) as builder:
+                async with ComponentBuilder(_config_of_process(config), directory, shown_on) as builder:
                     is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
                     if is_continued:
                         if shutdown is not None:
@@ -427,15 +427,8 @@ async def open_session(
                         await _go_on(builder, checkpointing)
                     examples = await builder.get_dataset()
                     digest = await checkpointing.check_dataset(examples)
-                    if ring is not None:
-                        if len(examples) < ring.num_processes:
-                            raise HostsError(
-                                f"{ring.num_processes} processes cannot share {len(examples)} examples: start fewer"
-                            )
-                        checkpointing.now = datetime.fromisoformat(
-                            await _check_alike(ring, config, digest, checkpointing.now.isoformat())
-                        )
-                    builder.now = checkpointing.now
+                    now = await _check_alike(config, len(examples), digest, checkpointing.now.isoformat())
+                    builder.now = checkpointing.now = datetime.fromisoformat(now)
                     if config.finetuning.enabled and output_dir is None:
                         await builder.get_loggers()  # before models, which take longer to make
                     gc.collect()  # what a run before in this process has left on the device; models come next
@@ -450,8 +443,7 @@ async def open_session(
                         try:
                             yield session
                         except BaseException as error:
-                            if ring is not None:
-                                ring.expect_end()
+                            group.expect_end()
                             await session.end_loggers(error)
                             raise
                         await session.end_loggers()
@@ -487,23 +479,42 @@ def _own_directory() -> RunDirectory:
     return _OwnDirectory.create(path)
 
 
-async def _copy_run(ring: Ring, directory: RunDirectory, shared: Path | None) -> None:
+def _config_of_process(config: Config) -> Config:
+    """Return the configuration of this process: all but the first have no loggers, and a port of their own."""
+    group = process_group()
+    if group.is_first:
+        return config
+
+    finetuning = config.finetuning.model_copy(update={"loggers": []})
+    llms = {name: llm.with_higher_port(group.process_id) for name, llm in config.llms.items()}
+    return config.model_copy(update={"finetuning": finetuning, "llms": llms})
+
+
+async def bring_back(folder: Path) -> None:
+    """Bring back the earlier run of a folder, if one was set aside there, before any process reads it."""
+    group = process_group()
+    if group.is_first and bring_back_earlier_run(folder):
+        current_console().message(CAME_BACK.format(folder))
+    await group.gather("earlier run", None)
+
+
+async def _copy_run(directory: RunDirectory, shared: Path | None) -> None:
     """Copy what a resumed run goes on from into the directory of a process that is not the first.
 
     Args:
-        ring: the processes of the run.
         directory: the directory of this process.
         shared: that of the first process; None in the first one.
 
     Raises:
         HostsError: this process does not find the run.
     """
-    is_begun = (await asyncio.to_thread(ring.all_gather, "run directory", directory.holds(CONFIG_FILE)))[0]
+    group = process_group()
+    is_begun, *_ = await group.gather("run directory", directory.holds(CONFIG_FILE))
     if shared is None:
         return
     if is_begun and not (shared / CONFIG_FILE).is_file():
         raise HostsError(
-            f"process {ring.process_id} does not find the run in '{shared}': all processes need to reach it"
+            f"process {group.process_id} does not find the run in '{shared}': all processes need to reach it"
         )
     for name in RUN_FILES:
         if (shared / name).is_file() and name != RESULT_FILE:
@@ -512,16 +523,19 @@ async def _copy_run(ring: Ring, directory: RunDirectory, shared: Path | None) ->
         shutil.copyfile(shared / PAIRS_FILE, directory.file(PAIRS_FILE))
 
 
-async def _check_alike(ring: Ring, config: Config, digest: str, now: str) -> str:
+async def _check_alike(config: Config, num_examples: int, digest: str, now: str) -> str:
     """Return the time of process 0; raise unless all processes have the same configuration and the same examples.
 
     Raises:
-        HostsError: they differ; the message names the first difference.
+        HostsError: they differ, and the message names the first difference; or there are too few examples.
     """
-    mine = parse_yaml(resolved_yaml(config), "the configuration"), digest, now
-    first, *others = await asyncio.to_thread(ring.all_gather, "configuration and dataset", mine)
+    group = process_group()
+    if not group.is_alone and num_examples < group.num_processes:
+        raise HostsError(f"{group.num_processes} processes cannot share {num_examples} examples: start fewer")
+    first, *others = await group.gather("configuration and dataset", [resolved_yaml(config), digest, now])
     for index, (configuration, other_digest, _) in enumerate(others, 1):
-        changes = changes_of(first[0], configuration)
+        of_both = (parse_yaml(each, "the configuration") for each in (first[0], configuration))
+        changes = changes_of(*of_both)
         for path, (of_first, own) in changes.items():
             raise HostsError(f"{path} is {own!r} in process {index}, and {of_first!r} in process 0: give all the same")
         if other_digest != first[1]:

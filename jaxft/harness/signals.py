@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from jaxft.hosts.start import LAUNCHER
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 
@@ -44,14 +42,14 @@ class Shutdown:
     Attributes:
         signal: the first signal received; None before.
         resume_command: the command that resumes the run; None without a run.
-        processes: options that this process needs besides, as one of several; empty if there are none.
+        launcher, processes: what stands before that command, and behind it, for one of several processes.
         tell: called with the first signal, to tell the other processes of the run; None for a single one.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.resume_command: str | None = None
-        self.processes = ""
+        self.launcher = self.processes = ""
         self.tell: Callable[[signal.Signals], object] | None = None
         self._is_told = False  # another process got the signal
         self._deciding = threading.Lock()  # which signal is the first
@@ -248,8 +246,7 @@ class Shutdown:
     @property
     def resume_hint(self) -> str:
         """The command that continues the run, as the end of a message; empty without a run."""
-        launcher = os.environ.get(LAUNCHER, "")
-        command = f"{launcher}{self.resume_command}{self.processes}"
+        command = f"{self.launcher}{self.resume_command}{self.processes}"
         return "" if self.resume_command is None else f"; continue with:\n  {command}"
 
 

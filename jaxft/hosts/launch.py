@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 from jaxft.errors import HostsError
-from jaxft.hosts.meeting import AUTHKEY
 from jaxft.hosts.start import LAUNCHER, QUIET, VARIABLES
+from jaxft.hosts.store import AUTHKEY
 
 GRACE_SECONDS = 30.0
 """Time that processes have to end by themselves after one of them has failed."""
@@ -113,7 +113,7 @@ def environments_of(num_processes: int, environment: Mapping[str, str]) -> list[
         VARIABLES["num_processes"]: str(num_processes),
         AUTHKEY: environment.get(AUTHKEY, secrets.token_hex(16)),
         "PYTHONUNBUFFERED": "1",
-        QUIET: environment.get(QUIET, "2"),
+        QUIET: environment.get(QUIET, "4"),
         LAUNCHER: f"jaxft launch -n {num_processes} ",
     }
     found = DIVIDED.search(environment.get("XLA_FLAGS", ""))

@@ -3,19 +3,16 @@
 The processes first meet by themselves (`jaxft.hosts.meeting`), where a fault is one sentence, and then through JAX.
 """
 
-import ctypes
 import os
-import signal
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxft.errors import HostsError, one_line
-from jaxft.hosts.accord import Accord
-from jaxft.hosts.meeting import HEARTBEAT_SECONDS, is_loopback, meet, parse_address
-from jaxft.hosts.ring import Ring
+from jaxft.hosts.group import ProcessGroup, use_group
+from jaxft.hosts.meeting import interface, meet, parse_address
+from jaxft.hosts.store import HEARTBEAT_SECONDS, Store
 
 VARIABLES = {
     "coordinator": "JAXFT_COORDINATOR",
@@ -39,7 +36,7 @@ TPUS = ("/dev/accel0", "/dev/vfio/0")
 """Files of a machine with TPUs."""
 
 QUIET = "TF_CPP_MIN_LOG_LEVEL"
-"""Environment variable of XLA's logs; at 2 it does not warn of `jax_enable_recoverability`, which `join` turns on."""
+"""Environment variable of XLA's logs; at 4 there are none, also no trace of C++ beside the sentence about a loss."""
 
 LAUNCHER = "JAXFT_LAUNCHER"
 """Environment variable with the beginning of the command line that started this process as one of several."""
@@ -146,7 +143,7 @@ def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
         found, reason = (None, None, None, None), f" ({one_line(error)})"
     coordinator, num_processes, process_id, local = found
     if coordinator is None or num_processes is None or process_id is None:
-        if cluster == TPU_MACHINE:  # of no cluster that JAX knows; `is_unjoined` notices if it is a part of one
+        if cluster == TPU_MACHINE:  # of no cluster that JAX knows; `local_policy` notices if it is a part of one
             return None
         raise HostsError(
             f"{cluster} does not say where the processes of this run are{reason}: give --coordinator, --num-processes "
@@ -159,15 +156,8 @@ def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
     return Place(coordinator, num_processes, process_id, own)
 
 
-def is_unjoined() -> bool:
-    """Return True if JAX sees the devices of other machines although nothing has joined their processes."""
-    import jax
-
-    return _ring is None and jax.process_count() > 1
-
-
-def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object]) -> Ring:
-    """Meet the other processes, make JAX know their devices, and return the ring of all.
+def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object]) -> Store:
+    """Meet the other processes, make JAX know their devices, and return what connects all; `process_group` uses it.
 
     Call it before JAX counts its devices.
 
@@ -179,14 +169,14 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
     Raises:
         HostsError: a process is missing, or the processes differ.
     """
-    ring = meet(
+    store = meet(
         place.coordinator, place.process_id, place.num_processes, about, within_seconds=MEETING_SECONDS, on_loss=on_loss
     )
-    os.environ.setdefault(QUIET, "2")
+    os.environ.setdefault(QUIET, "4")
     import jax  # after the meeting: a process that waits for others needs no devices
+    from jax._src.distributed import global_state  # there is no public name of the client; orbax takes it from here
 
-    # Losses are heard of through the ring, and SIGTERM stops a run at a place where it can be saved. By itself JAX
-    # would end a process that hears of a loss, and take SIGTERM for a notice that nobody reads.
+    # By itself JAX would end every process when one is lost, and take SIGTERM for a notice that nobody reads.
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
@@ -195,58 +185,21 @@ def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object
         place.process_id,
         None if place.local_device_ids is None else list(place.local_device_ids),
         initialization_timeout=int(MEETING_SECONDS),
-        coordinator_bind_address=place.coordinator if is_loopback(parse_address(place.coordinator)[0]) else None,
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        coordinator_bind_address=place.coordinator if interface(parse_address(place.coordinator)[0]) else None,
     )
-    if ring.process_id > 0:
-        _wait_when_aborted()
-    global _ring, _accord
-    _ring, _accord = ring, Accord(ring)
-    return ring
+    store.connect(global_state.client)
+    use_group(ProcessGroup(store.process_id, store.num_processes, store.share, store.expect_end))
+    return store
 
 
-_ring: Ring | None = None
-_accord: Accord | None = None
+def leave(store: Store, within_seconds: float | None = None, *, has_failed: bool = False) -> None:
+    """Let go of the other processes; process 0, the coordinator, waits until all end, or so long.
 
-
-def current_ring() -> Ring | None:
-    """Return the ring of the processes of this run; None if there is one process only."""
-    return _ring
-
-
-def current_accord() -> Accord | None:
-    """Return the accord of the processes of this run; None if there is one process only."""
-    return _accord
-
-
-def leave(ring: Ring, within_seconds: float | None = None, *, has_failed: bool = False) -> None:
-    """Wait until all processes end, or so long, and let go of them; process 0, the coordinator, is the last to go.
-
-    `has_failed` is that of `Ring.close`.
+    `has_failed` is that of `Store.close`.
     """
-    import jax
+    import jax  # as in `join`
 
-    global _ring, _accord
-    _ring = _accord = None
-    if ring.process_id != 0:
-        jax.distributed.shutdown()
-    ring.close(within_seconds, has_failed=has_failed)
-    if ring.process_id == 0:
-        jax.distributed.shutdown()
-
-
-_abort_handler: Any = None
-"""The handler of SIGABRT, which must live as long as the process."""
-
-
-def _wait_when_aborted() -> None:
-    """Let the ring speak first when JAX aborts this process, as it does as soon as the coordinator has gone.
-
-    `on_loss` ends the process meanwhile, with the name of the lost one. If nothing was lost, the abort goes on.
-    """
-    global _abort_handler
-
-    def wait(number: int) -> None:
-        time.sleep(HEARTBEAT_SECONDS + 1)
-
-    _abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(wait)
-    ctypes.CDLL(None).signal(signal.SIGABRT, _abort_handler)
+    use_group(ProcessGroup())
+    store.close(within_seconds, has_failed=has_failed)
+    jax.distributed.shutdown()

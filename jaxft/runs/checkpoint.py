@@ -32,7 +32,7 @@ from jaxft.files import (
     verify_manifest,
     write_manifest,
 )
-from jaxft.hosts.ring import Ring
+from jaxft.hosts.group import process_group
 from jaxft.runs.directory import RunDirectory
 
 FOLDER = "checkpoints"
@@ -68,7 +68,6 @@ class Checkpoints:
         directory: RunDirectory,
         *,
         max_to_keep: int = 2,
-        ring: Ring | None = None,
         folder: Path | None = None,
     ) -> None:
         """Open the folder `checkpoints` of a run.
@@ -76,12 +75,9 @@ class Checkpoints:
         Args:
             directory: the run directory.
             max_to_keep: number of the newest steps that are kept, beside the one of the best score.
-            ring: the processes of the run, which all write their arrays, and make, save and restore alike; the first
-                one does all else. None for this process alone.
             folder: the folder of all processes, for one that has a run directory of its own.
         """
-        self._directory, self._ring, self._num_together = directory, ring, 0
-        self._leads = ring is None or ring.process_id == 0
+        self._directory, self._group, self._num_together = directory, process_group(), 0
         self.folder = directory.file(f"{FOLDER}/step").parent if folder is None else folder
         self._max_to_keep = max_to_keep
         self._finishing: threading.Thread | None = None
@@ -93,29 +89,26 @@ class Checkpoints:
 
     def _new_manager(self) -> Any:
         more: dict[str, Any] = {}
-        if self._ring is not None:
+        if not self._group.is_alone:
             # Named processes meet through JAX's coordinator; all without names do so by a program on their devices, in
             # another thread than the one that computes.
-            processes = set(range(self._ring.num_processes))
+            processes = set(range(self._group.num_processes))
             more["multiprocessing_options"] = ocp.options.MultiprocessingOptions(active_processes=processes)
             more["create"] = False
-            self._together(lambda: self.folder.mkdir(exist_ok=True) if self._leads else None)
+            self._together(lambda: self.folder.mkdir(exist_ok=True) if self._group.is_first else None)
             self._together(self._check_shared)
         options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True, **more)
         return ocp.CheckpointManager(self.folder, options=options)
 
     def _check_shared(self) -> None:
-        if self._ring is not None and not self.folder.is_dir():
+        if not self.folder.is_dir():
             raise CheckpointError(
-                f"process {self._ring.process_id} does not find '{self.folder}': several processes need an output_dir "
+                f"process {self._group.process_id} does not find '{self.folder}': several processes need an output_dir "
                 "that all of them reach"
             )
 
     def _together(self, step: Callable[[], object]) -> None:
         """Make a step, and wait until all processes have; if it fails in one of them, raise in all."""
-        if self._ring is None:
-            step()
-            return
         fault: Exception | None = None
         try:
             step()
@@ -123,7 +116,7 @@ class Checkpoints:
             fault = error
         self._num_together += 1
         said = None if fault is None else f"{type(fault).__name__}: {fault}"
-        answers = self._ring.all_gather(f"checkpoints {self._num_together}", said)
+        answers = self._group.share(f"checkpoints {self._num_together}", said)
         if fault is not None:
             raise fault
         for index, each in enumerate(answers):
@@ -141,9 +134,8 @@ class Checkpoints:
         Raises:
             RestoreError: finished steps exist but none verifies, or the newest has a newer format.
         """
-        found = self._newest_verified(log) if self._leads else None
-        if self._ring is not None:  # each file is read once
-            found = self._ring.all_gather("newest checkpoint", found)[0]
+        found = self._newest_verified(log) if self._group.is_first else None
+        found, *_ = self._group.share("newest checkpoint", found)  # each file is read once
         if found is None:
             return None
         step, seconds, now = found
@@ -178,7 +170,7 @@ class Checkpoints:
 
     def set_aside(self, after: int) -> None:
         """Rename all steps after `after`; the run saves them again, and each renamed step is removed then."""
-        self._together(lambda: self._rename_aside(after) if self._leads else None)
+        self._together(lambda: self._rename_aside(after) if self._group.is_first else None)
         self._manager.reload()
 
     def _rename_aside(self, after: int) -> None:
@@ -269,9 +261,9 @@ class Checkpoints:
         try:
             with self._failing(step):
                 self._together(self._wait_for_arrays)
-                self._together(lambda: self._complete(folder, about) if self._leads else None)
+                self._together(lambda: self._complete(folder, about) if self._group.is_first else None)
                 self.saved_step = step
-                if self._leads:
+                if self._group.is_first:
                     self._directory.commit()
                     self._drop_old(step)
         except BaseException as error:  # raised by `wait`
@@ -302,11 +294,11 @@ class Checkpoints:
         """Remove the files of an unfinished step."""
         with contextlib.suppress(Exception):  # a manager raises the error of a failed save again from every method
             self._manager.close()
-        for entry in self.folder.glob(f"{step}*") if self._leads else ():
+        for entry in self.folder.glob(f"{step}*") if self._group.is_first else ():
             is_unfinished = entry.name == str(step) and not (entry / MANIFEST).exists()
             if entry.is_dir() and (is_unfinished or entry.name.startswith(f"{step}.orbax-checkpoint-tmp")):
                 shutil.rmtree(entry, ignore_errors=True)
-        if self._ring is None:  # several processes end with the error
+        if self._group.is_alone:  # several processes end with the error
             self._manager = self._new_manager()
 
     def _drop_old(self, newest: int) -> None:
@@ -345,7 +337,7 @@ class Checkpoints:
         """Wait for the background save, whose errors only `wait` raises, and close orbax's manager."""
         if self._finishing is not None:
             self._finishing.join()
-        with contextlib.nullcontext() if self._ring is None else contextlib.suppress(Exception):
+        with contextlib.nullcontext() if self._group.is_alone else contextlib.suppress(Exception):
             self._manager.close()
 
 

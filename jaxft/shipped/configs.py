@@ -166,6 +166,12 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         """The address at which the run serves its language models."""
         return self.serve
 
+    def with_higher_port(self, difference: int) -> "LocalPolicyConfig":
+        """Return this policy for another process of the machine, whose port, if one is chosen, is higher."""
+        if self.serve is None or not self.serve.port:
+            return self
+        return self.model_copy(update={"serve": self.serve.model_copy(update={"port": self.serve.port + difference})})
+
     @model_validator(mode="after")
     def _has_a_model(self) -> "LocalPolicyConfig":
         if self.snapshot_of is None:

@@ -6,7 +6,7 @@ A job goes through `submit`, which lays out its rows, and `_run`, which calls `L
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.hosts.start import current_accord, current_ring
+from jaxft.hosts.group import process_group
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import AUTO_REMATS
 from jaxft.models.hf_config import accepted_keys
@@ -157,12 +157,11 @@ class LocalTrainerAdapter(TrainerAdapter):
             )
         if self._chooses_remat:
             remat = await self.policy.read(self._choose_remat)
-            if (ring := current_ring()) is not None:  # the most frugal choice, as devices and compilers may differ
-                names: list[str] = list(AUTO_REMATS)
-                choices = await asyncio.to_thread(ring.all_gather, "remat", remat)
-                remat = max(choices, key=names.index)
-                self.learner.use_remat(remat)
-            self._note_remat(remat)
+            choices = await process_group().gather("remat", remat)  # which devices and compilers may make differ
+            most_frugal = max(choices, key=list(AUTO_REMATS).index)
+            if most_frugal != remat:
+                self.learner.use_remat(most_frugal)
+            self._note_remat(most_frugal)
 
     def _choose_remat(self, params: Any) -> str:
         """Choose the checkpoint policy, on the device thread, and return its name."""
@@ -190,7 +189,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             raise ConfigError(
                 [f"max_staleness: is {max_staleness}, but loss {loss.name!r} has no correction: set it to 0"]
             )
-        if max_staleness > 1 and current_ring() is not None:
+        if max_staleness > 1 and not process_group().is_alone:
             raise ConfigError(
                 [
                     f"max_staleness: is {max_staleness}, but which episodes end first differs between processes: "
@@ -411,7 +410,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         Raises:
             RuntimeError: several processes compute the job, which may be at different updates.
         """
-        if current_ring() is not None:
+        if not process_group().is_alone:
             raise RuntimeError("a job of several processes cannot be canceled")
         self._job(ref).is_cancelled = True
         return await self.wait_until_complete(ref)
@@ -551,8 +550,7 @@ class LocalTrainerAdapter(TrainerAdapter):
 
 def _together(run_id: str, data: Gathered, rewards: CollectedRewards | None) -> AbstractAsyncContextManager[None]:
     """Return a block in which all processes compute a job, whose input they compare first."""
-    accord = current_accord()
-    return nullcontext() if accord is None else accord.job(f"job {run_id}", digests_of(data, rewards))
+    return process_group().agree(f"job {run_id}", partial(digests_of, data, rewards))
 
 
 def _listed(snapshots: Iterable[str]) -> str:

@@ -1,7 +1,6 @@
 """`_type: local_policy`: a model that samples and is trained in this process, or a snapshot of one."""
 
 import asyncio
-import contextlib
 import hashlib
 import math
 from collections.abc import AsyncIterator, Mapping
@@ -17,8 +16,7 @@ from jaxft.errors import ComponentError, ConfigError, HostsError, one_line
 from jaxft.files import home_path
 from jaxft.harness.config import Config
 from jaxft.harness.registry import LLMConfig
-from jaxft.hosts.ring import Ring
-from jaxft.hosts.start import current_ring, is_unjoined
+from jaxft.hosts.group import process_group
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes
 from jaxft.models.decoder_sharding import parameters_table, sharding_for
@@ -40,9 +38,8 @@ async def local_policy(config: LocalPolicyConfig, builder: Any) -> AsyncIterator
     if config.snapshot_of is not None:
         yield await snapshot_client(name, config, builder)
         return
-    ring = current_ring()
-    async with contextlib.nullcontext() if ring is None else _one_after_another:
-        policy = await _make_policy(name, config, builder, ring)
+    async with _one_after_another:
+        policy = await _make_policy(name, config, builder)
     builder.add_devices(policy.devices())
     yield ChatClient(policy, name, config.long_prompts)
     policy.close()
@@ -52,7 +49,7 @@ _one_after_another = asyncio.Lock()
 """Held while a policy is made: in all processes the programs on all devices have to come in one order."""
 
 
-async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring: Ring | None) -> Policy:
+async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Policy:
     """Make the policy `llms.<name>`, whose weights are there to decode with if there are several processes.
 
     Raises:
@@ -65,20 +62,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
     shape = shape_of(config)
     check_vocabulary(tokenizer, shape)  # before weights are read, and so is the next
     check_loss(name, config, builder.config)
-    if is_unjoined():
-        raise HostsError("these devices belong to several machines: give --coordinator, --num-processes, --process-id")
-    mesh, sampler_mesh = meshes_of(config)
-    if ring is not None and mesh is not None:
-        names = await asyncio.to_thread(ring.all_gather, "next policy", name)
-        if {*names} != {name}:
-            raise HostsError(f"the processes make policies in different orders: now {', '.join(names)}")
-        try:
-            connect(mesh)
-        except jax.errors.JaxRuntimeError as error:
-            raise HostsError(
-                f"the devices of the processes do not reach each other ({one_line(error)}): on CPUs a process is "
-                "reached at the address of its machine's name, as in /etc/hosts, on GPUs as NCCL_SOCKET_IFNAME says"
-            ) from None
+    mesh, sampler_mesh = await _connected_meshes(name, config)
     dtype, compute_dtype = dtypes_of(config, platform_of(None if mesh is None else Sharding(mesh)))
     options: dict[str, Any] = {
         "dtype": dtype,
@@ -114,10 +98,34 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any, ring:
     )
     policy.template.now = builder.now
     policy.compiles.show = builder.console.compiling
-    if ring is not None:  # its weights to decode with are there before anything else is computed on all devices
+    if spans_processes(model.sharding):  # it has weights to decode with before all devices compute anything else
         await policy.ready()
     builder.add_choices(f"llms.{name}", {"dtype": dtype, "compute_dtype": compute_dtype or dtype})
     return policy
+
+
+async def _connected_meshes(name: str, config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
+    """Make the meshes of the policy `llms.<name>`, as `meshes_of`, and let the processes on the first one connect.
+
+    Raises:
+        HostsError: the devices of the processes do not reach each other, or no options say where the processes are.
+    """
+    group = process_group()
+    if group.is_alone and jax.process_count() > 1:
+        raise HostsError("these devices belong to several machines: give --coordinator, --num-processes, --process-id")
+    mesh, sampler_mesh = meshes_of(config)
+    names = await group.gather("next policy", name)
+    if {*names} != {name}:
+        raise HostsError(f"the processes make policies in different orders: now {', '.join(names)}")
+    if mesh is not None and not group.is_alone:
+        try:
+            connect(mesh)
+        except jax.errors.JaxRuntimeError as error:
+            raise HostsError(
+                f"the devices of the processes do not reach each other ({one_line(error)}): on CPUs a process is "
+                "reached at the address of its machine's name, as in /etc/hosts, on GPUs as NCCL_SOCKET_IFNAME says"
+            ) from None
+    return mesh, sampler_mesh
 
 
 def check_vocabulary(tokenizer: Any, shape: DecoderConfig) -> None:

@@ -17,7 +17,6 @@ from jaxft.errors import (
 from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from jaxft.harness.heap import freeze_heap
-from jaxft.hosts.start import current_accord
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LoggedTrainerConfig
@@ -73,12 +72,12 @@ class LoggedTrainer(Trainer):
     async def validate(self, num_epochs: int) -> float | None:
         """Return the validation reward before this epoch; None if none is due, it is known already, or not usable."""
         assert self.trajectory_builder is not None
-        validation, accord = self.trajectory_builder.validation, current_accord()
+        validation = self.trajectory_builder.validation
         if self.is_stopping or self._validated_epoch == self.epoch:
             return None
         if validation is None or not validation.is_due(self.epoch, num_epochs):
             return None
-        if accord is not None and not await accord.allows(f"validation {self.epoch}"):
+        if not await self.begins(f"validation {self.epoch}"):
             return None
         await self.prepare_validation()
         with self.collecting():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from jaxft.hosts.meeting import HEARTBEAT_SECONDS
+from jaxft.hosts.store import HEARTBEAT_SECONDS
 from tests.faults.injection import ROOT
 
 SWITCH = "jaxft-switch"

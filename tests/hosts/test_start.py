@@ -23,9 +23,9 @@ def lost(index):
     os._exit(7)
 
 place, ending = find_place({}), sys.argv[1]
-ring = join(place, {"program": "the same"}, lost)
+store = join(place, {"program": "the same"}, lost)
 import jax
-ids = ring.all_gather("id", place.process_id)
+ids = store.share("id", place.process_id)
 cores = sorted(os.sched_getaffinity(0))
 print("joined", jax.process_count(), len(jax.devices()), len(jax.local_devices()), ids, cores, flush=True)
 lines = [line.split() for file in ("tcp", "tcp6") for line in open(f"/proc/net/{file}").readlines()[1:]]
@@ -37,7 +37,7 @@ if ending == f"kill {place.process_id}":
     os.kill(os.getpid(), signal.SIGKILL)
 if ending != "leave":
     time.sleep(60)
-leave(ring)
+leave(store)
 if place.process_id == 1:
     sys.exit(3)
 time.sleep(60)

@@ -28,6 +28,7 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
+from jaxft.hosts.group import ProcessGroup
 from jaxft.models.hf import save_model
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -570,7 +571,7 @@ def test_examples_are_imitated_when_they_are_good_enough(make_policy, make_colle
 
 def test_several_processes_are_one_version_behind_at_most(policy, monkeypatch):
     adapter = make_small_adapter(policy)
-    monkeypatch.setattr("jaxft.shipped.local_adapter.current_ring", object)
+    monkeypatch.setattr("jaxft.hosts.group._current", ProcessGroup(0, 2))
     with pytest.raises(ConfigError, match="max_staleness: is 2, but which episodes end first differs between"):
         adapter.allow_staleness(2)
     assert adapter.max_staleness == 0

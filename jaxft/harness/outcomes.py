@@ -1,0 +1,170 @@
+"""Outcomes of episodes, and their exchange between the processes of a run, each of which runs those of its examples.
+
+What goes from one process to another is JSON: the calls that an episode recorded, its output and its scores. The rest
+of an outcome, its example above all, every process has.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
+
+from jaxft.errors import HostsError, PolicyError, one_line
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.evaluators import Score, Scores
+from jaxft.harness.steps import EpisodeSteps
+from jaxft.hosts.group import ProcessGroup
+from jaxft.rollout.calls import Call, RemoteCall
+from jaxft.rollout.recorder import Candidates, Episode
+
+CALLS, REMOTE_CALLS = TypeAdapter(list[Call]), TypeAdapter(list[RemoteCall])
+"""Forms of the calls of an episode in JSON."""
+
+RESULTS = ("scores", "reasonings", "reward", "named_rewards", "error", "traceback", "has_agent_failed", "seconds")
+"""Fields of an outcome that go to other processes as they are."""
+
+
+@dataclass(frozen=True)
+class EpisodeOutcome:
+    """Result of one episode.
+
+    Attributes:
+        item: the example, with the workflow's output.
+        episode: the record of the episode's model calls.
+        scores: score by evaluator.
+        reasonings: reasoning by evaluator, for the evaluators that gave one.
+        reward: score of the reward function; None without one, for a failed episode, and for a score that is None or
+            not finite.
+        named_rewards: the named scores that the reward is the sum of, if the evaluator gave any and the reward is
+            usable; None for names that do not judge this episode.
+        error: type and message of the exception of the workflow or an evaluator, on one line; None without one.
+        traceback: the whole traceback of that error.
+        has_agent_failed: True if the workflow raised that error, other than by a time-out.
+        seconds: durations of `rollout` and `reward`.
+    """
+
+    item: EvalInputItem
+    episode: Episode
+    scores: dict[str, Score] = field(default_factory=dict)
+    reasonings: dict[str, Any] = field(default_factory=dict)
+    reward: float | None = None
+    named_rewards: dict[str, float | None] | None = None
+    error: str | None = None
+    traceback: str | None = None
+    has_agent_failed: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """Index of this episode among those of its example, from 0."""
+        return self.episode.generation
+
+    def scored(self, scores: Scores, seconds: float) -> "EpisodeOutcome":
+        """Return the outcome with further scores, and the seconds that the evaluators took."""
+        return replace(
+            self,
+            scores=self.scores | scores.scores,
+            reasonings=self.reasonings | scores.reasonings,
+            error=scores.error,
+            traceback=scores.traceback,
+            seconds=self.seconds | {"reward": self.seconds["reward"] + seconds},
+        )
+
+
+class SharedOutcomes:
+    """The outcomes of one collection of episodes, from all processes."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        """Share with the processes of a group, in which each runs the episodes of every n-th example."""
+        self._group = group
+        self._given: asyncio.Future[dict[tuple[int, int], Any]] = asyncio.get_running_loop().create_future()
+
+    def is_own(self, number: int) -> bool:
+        """Return True if this process runs the episodes of an example."""
+        return number % self._group.num_processes == self._group.process_id
+
+    async def share(
+        self, name: str, ended: Mapping[tuple[int, int], EpisodeOutcome | BaseException], counts: list[int]
+    ) -> list[list[int]]:
+        """Give the other processes the outcomes of this one, take theirs, and return the counts of the others.
+
+        Args:
+            name: name of the collection, the same in all processes.
+            ended: outcomes, or the errors in their place, by number of the example and generation.
+            counts: numbers for the others.
+        """
+        if any(isinstance(outcome, asyncio.CancelledError) for outcome in ended.values()):
+            self._given.cancel()
+            return []
+        try:
+            own = [[*place, _as_json(outcome)] for place, outcome in ended.items()]
+        except Exception as error:  # whatever an output's own methods raise
+            fault = f"the outcome of an episode cannot be sent to the other processes: {one_line(error)}"
+            self._given.set_exception(HostsError(fault))
+            return []
+        sharing = asyncio.create_task(self._group.gather(name, [own, counts]))
+        self._given.add_done_callback(lambda _: sharing.cancel())  # does nothing unless the episodes are cancelled
+        try:
+            parts = await sharing
+        except HostsError as error:
+            self._given.set_exception(error)
+            return []
+        self._given.set_result({(number, place): outcome for given, _ in parts for number, place, outcome in given})
+        return [theirs for index, (_, theirs) in enumerate(parts) if index != self._group.process_id]
+
+    async def outcome(self, number: int, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
+        """Return the outcome of an episode of another process, or raise what ended it there.
+
+        Args:
+            number: number of the example.
+            item: the example.
+            episode: a record of that episode without calls, which this completes.
+        """
+        given = (await self._given)[number, episode.generation]
+        if "policy_error" in given:
+            raise PolicyError(given["policy_error"])
+        episode.end()
+        episode.input_obj = item.input_obj
+        episode.calls = CALLS.validate_python(given["calls"])
+        episode.remote_calls = REMOTE_CALLS.validate_python(given["remote_calls"])
+        episode.step_rewards = {int(index): reward for index, reward in given["step_rewards"].items()}
+        calls = {call.index: call for call in episode.calls}
+        episode.candidates = [
+            Candidates(tuple(calls[index] for index in indices), tuple(scores))
+            for indices, scores in given["candidates"]
+        ]
+        episode.is_dropped = given["is_dropped"]
+        episode.texts_of_tokens = {
+            llm: {int(token): text for token, text in texts.items()}.__getitem__
+            for llm, texts in given["texts"].items()
+        }
+        output = given["output"]
+        item = item.model_copy(update={"output_obj": output, "trajectory": EpisodeSteps(episode, output)})
+        return EpisodeOutcome(item, episode, **{name: given[name] for name in RESULTS})
+
+
+def _as_json(outcome: EpisodeOutcome | BaseException) -> Any:
+    """Return an outcome, or the error of a policy in its place, as values that JSON has.
+
+    Raises:
+        Exception: the output, or what an evaluator said, has no such form.
+    """
+    if isinstance(outcome, BaseException):
+        return {"policy_error": str(outcome)}
+    episode = outcome.episode
+    given = {name: vars(outcome)[name] for name in RESULTS} | {
+        "output": outcome.item.output_obj,
+        "calls": episode.calls,
+        "remote_calls": episode.remote_calls,
+        "step_rewards": episode.step_rewards,
+        "candidates": [([call.index for call in calls], scores) for calls, scores in episode.candidates],
+        "is_dropped": episode.is_dropped,
+        "texts": {
+            llm: {token: text_of(token) for call in episode.calls if call.llm == llm for token in call.token_ids}
+            for llm, text_of in episode.texts_of_tokens.items()
+        },
+    }
+    return to_jsonable_python(given, inf_nan_mode="constants", fallback=lambda value: value.tolist())  # of numpy

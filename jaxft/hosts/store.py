@@ -1,0 +1,272 @@
+"""Values that the processes of a run share, and the end of each, by the coordination service of JAX in process 0.
+
+A value is JSON under a key of the service, and signed. The heartbeats of the service come from a thread without Python:
+a process that is busy is not taken for lost, one that is killed or stopped is.
+"""
+
+import ctypes
+import hashlib
+import hmac
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from jaxft.errors import HostsError, ProcessEndedError
+
+AUTHKEY = "JAXFT_AUTHKEY"
+"""Environment variable with a secret of the processes of a run, which sign with it what they send each other."""
+
+HEARTBEAT_SECONDS = 7
+"""Time after which a process without a heartbeat counts as lost."""
+
+POLL_SECONDS = 0.5
+"""Time between two looks at what other processes have to say, and the longest that one waits for a value."""
+
+FAILED_SECONDS = 5.0
+"""Time that a process has to end by itself after another one has ended with an error."""
+
+ENDED, STOPPED = "ended", "stopped"
+"""Folders of keys: the processes that have ended, True for one that ended with an error; the signals that came."""
+
+
+def sealed(value: Any, place: str) -> str:
+    """Return a value as JSON behind its signature, which is good for this place alone.
+
+    Raises:
+        TypeError, ValueError: JSON does not have the value.
+    """
+    content = json.dumps(value)
+    return f"{_signature(content, place)} {content}"
+
+
+def unsealed(text: str, place: str) -> Any:
+    """Return the value of a text that `sealed` made for the same place.
+
+    Raises:
+        HostsError: it was signed with another secret, or for another place.
+        ValueError: it is no JSON.
+    """
+    signature, _, content = text.partition(" ")
+    if not hmac.compare_digest(signature.encode(), _signature(content, place).encode()):
+        raise HostsError(f"'{place}' comes from a process with another {AUTHKEY}: give all processes the same")
+    return json.loads(content)
+
+
+def _signature(content: str, place: str) -> str:
+    secret = os.environ.get(AUTHKEY, "").encode()
+    return hmac.new(secret, f"{place}\n{content}".encode(), hashlib.sha256).hexdigest()
+
+
+class Store:
+    """The values that one process shares with the others, with threads that hear of their signals, ends and losses.
+
+    Attributes:
+        process_id: number of this process, from 0.
+        num_processes: number of processes.
+        on_stop: called in a thread with the number of a signal that another process got; see `stop`.
+    """
+
+    def __init__(
+        self, process_id: int, num_processes: int, address: tuple[str, int], run: str, on_loss: Callable[[int], object]
+    ) -> None:
+        """Connect nothing yet.
+
+        Args:
+            process_id: number of this process.
+            num_processes: number of processes.
+            address: host and port of process 0.
+            run: a word that no other run has, so that what was signed for one is worth nothing in another.
+            on_loss: called once, in a thread, with the number of a process that has gone without `close`, or has ended
+                with an error some seconds ago.
+        """
+        self.process_id, self.num_processes = process_id, num_processes
+        self.on_stop: Callable[[int], object] = lambda number: None
+        self._client: Any = None  # of JAX's coordination service
+        self._address, self._run, self._on_loss = address, run, on_loss
+        self._times = Counter[str]()  # how often each name was shared
+        self._lock = threading.Lock()  # guards the five below and `_times`
+        self._ended: dict[int, bool] = {}  # True for a process that ended with an error
+        self._stopped: set[int] = set()
+        self._lost: int | None = None
+        self._is_closing = self._ends_with_error = False
+        self._heard = time.monotonic()
+
+    def connect(self, client: Any) -> None:
+        """Use a client of JAX's coordination service, and start the threads."""
+        self._client = client
+        if self.process_id > 0:
+            _when_aborted(self._on_abort)
+        for target in (self._watch, self._listen):
+            threading.Thread(target=target, name=f"jaxft hosts {target.__name__}", daemon=True).start()
+
+    def share(self, name: str, value: Any) -> list[Any]:
+        """Return the value that each process gives under this name, in the order of the processes.
+
+        Blocks until all have given theirs. A name can be used again after that, as each process gives its values in the
+        same order. The values are as JSON has them, this process's own included.
+
+        Raises:
+            ProcessEndedError: a process has gone, or has ended before it gave its value.
+            HostsError: a value is signed with another secret.
+            TypeError, ValueError: JSON does not have the value.
+        """
+        with self._lock:
+            place = f"{name} {self._times[name]}"
+            self._times[name] += 1
+        content = sealed(value, f"{self._run}/{place}/values/{self.process_id}")
+        try:
+            self._client.key_value_set(f"{place}/values/{self.process_id}", content)
+            if self._client.key_value_increment(f"{place}/given", 1) == self.num_processes:
+                self._client.key_value_set(f"{place}/complete", "")
+            while not self._has(f"{place}/complete"):
+                gone = set(self._ended if self._lost is None else [self._lost])
+                if missing := gone - self._read(place).keys():
+                    raise ProcessEndedError(self._ended_before(min(missing), name))
+            values = self._read(place)
+            if self._client.key_value_increment(f"{place}/read", 1) == self.num_processes:
+                self._client.key_value_delete(f"{place}/")
+        except RuntimeError as error:  # HostsError is one, too
+            raise error if isinstance(error, HostsError) else ProcessEndedError(self._ended_before(0, name)) from error
+        return [values[process_id] for process_id in range(self.num_processes)]
+
+    def stop(self, number: int) -> None:
+        """Tell the other processes that a signal stops the run; can be called from any thread."""
+        self._say(STOPPED, int(number))
+
+    def expect_end(self) -> None:
+        """Say here that this process ends by itself with an error, which it still has to show.
+
+        Another one that has failed is no loss then, however long it takes; one that has gone is, some seconds later.
+        """
+        self._is_closing = self._ends_with_error = True
+
+    def close(self, within_seconds: float | None = None, *, has_failed: bool = False) -> None:
+        """Say that this process ends, so that nobody takes it for lost; process 0 waits for all others.
+
+        Args:
+            within_seconds: the longest that process 0 waits; None: without a limit.
+            has_failed: True if it ends with an error. The others mostly do, too; one that has not ended
+                `FAILED_SECONDS` later waits in vain for something of this one, and hears of a loss.
+        """
+        self._is_closing = True
+        self._ends_with_error |= has_failed
+        self._say(ENDED, has_failed)
+        deadline = time.monotonic() + (float("inf") if within_seconds is None else within_seconds)
+        while self.process_id == 0 and self._lost is None and time.monotonic() < deadline:
+            if len(self._ended) == self.num_processes and len(self._live()) == 1:  # the service ends last
+                return
+            time.sleep(POLL_SECONDS / 5)
+
+    def _live(self) -> set[int]:
+        """Return the processes that live and are connected, once each of them has asked for it."""
+        return {*self._client.get_live_nodes(list(range(self.num_processes)))}
+
+    def _watch(self) -> None:
+        """See again and again which processes live."""
+        while not self._is_closing:
+            try:
+                live = self._live()
+                self._hear()
+            except RuntimeError:  # the service has gone, which `_listen` notices, too
+                return
+            for process_id in {*range(self.num_processes)} - live - self._ended.keys():
+                self._lose(process_id)
+            time.sleep(POLL_SECONDS)
+
+    def _listen(self) -> None:
+        """Hear again and again of the ends of other processes, and of their signals."""
+        while True:
+            try:
+                self._hear()
+            except RuntimeError:
+                if self.process_id > 0 and not self._is_closing:
+                    self._lose(0)
+                return
+            time.sleep(POLL_SECONDS)
+
+    def _hear(self) -> None:
+        ended, stopped = self._read(ENDED), self._read(STOPPED)
+        with self._lock:
+            self._heard = time.monotonic()
+            new = {index: number for index, number in stopped.items() if index not in self._stopped}
+            failed = [index for index, has_failed in ended.items() if has_failed and index not in self._ended]
+            self._stopped |= new.keys()
+            self._ended |= ended
+        for index in failed:
+            _later(partial(self._lose_failed, index))
+        for index, number in new.items():
+            if index != self.process_id:
+                self.on_stop(number)
+
+    def _lose_failed(self, process_id: int) -> None:
+        if not self._is_closing:
+            self._on_loss(process_id)
+
+    def _lose(self, process_id: int) -> None:
+        """Report a process that has gone, once; some seconds later if this one ends with an error that it shows."""
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = process_id
+        if self._ends_with_error:
+            _later(lambda: self._on_loss(process_id))
+        else:
+            self._on_loss(process_id)
+
+    def _on_abort(self) -> None:
+        """Report process 0 if JAX aborts this process because of it; any other abort goes on."""
+        try:
+            socket.create_connection(self._address, timeout=1.0).close()
+        except OSError:
+            self._lose(0)
+        else:
+            if time.monotonic() - self._heard > HEARTBEAT_SECONDS / 2:  # it is stopped, or its host has vanished
+                self._lose(0)
+        time.sleep(FAILED_SECONDS if self._lost is not None else 0.0)
+
+    def _say(self, folder: str, value: Any) -> None:
+        place = f"{folder}/values/{self.process_id}"
+        self._client.key_value_set(place, sealed(value, f"{self._run}/{place}"), allow_overwrite=True)
+
+    def _has(self, key: str) -> bool:
+        """Wait a moment for a key of the service, and return True if it is there."""
+        try:
+            self._client.blocking_key_value_get(key, int(POLL_SECONDS * 1000))
+        except RuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            return False
+        return True
+
+    def _read(self, folder: str) -> dict[int, Any]:
+        """Return the values of a folder, by process."""
+        found = self._client.key_value_dir_get(f"{folder}/values/")
+        return {int(key.rpartition("/")[2]): unsealed(text, f"{self._run}/{key}") for key, text in found}
+
+    def _ended_before(self, process_id: int, name: str) -> str:
+        return f"process {process_id} of {self.num_processes} has ended before it sent '{name}'"
+
+
+def _later(action: Callable[[], object]) -> None:
+    """Do something in `FAILED_SECONDS`, if this process has not ended by then."""
+    timer = threading.Timer(FAILED_SECONDS, action)
+    timer.daemon = True
+    timer.start()
+
+
+_abort_handler: Any = None
+"""The handler of SIGABRT, which must live as long as the process."""
+
+
+def _when_aborted(action: Callable[[], object]) -> None:
+    """Do something before a library ends this process by an abort, as JAX does as soon as process 0 has gone."""
+    global _abort_handler
+    _abort_handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda number: action() and None)
+    ctypes.CDLL(None).signal(signal.SIGABRT, _abort_handler)
