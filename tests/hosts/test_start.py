@@ -33,8 +33,9 @@ port = f"{int(place.coordinator.rpartition(':')[2]):04X}"
 listening = {line[1] for line in lines if line[3] == "0A" and line[1].endswith(":" + port)}
 sys.stdout.write(" ".join(["coordinator", *listening]) + "\\n")  # at once, as another thread writes its own line
 sys.stdout.flush()
-if ending == f"kill {place.process_id}":
-    os.kill(os.getpid(), signal.SIGKILL)
+number, _, index = ending.partition(" ")
+if index == str(place.process_id):
+    os.kill(os.getpid(), getattr(signal, number))
 if ending != "leave":
     time.sleep(60)
 leave(store)
@@ -78,10 +79,13 @@ def test_one_that_fails_ends_the_others(launched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_process_that_is_killed_ends_the_other_with_its_name(killed, capfd):
-    assert launching.launch([sys.executable, "-c", PROGRAM, f"kill {killed}"], 2) in (7, 137)
-    assert f"[{1 - killed}] process {killed} has gone" in capfd.readouterr().out.splitlines()
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("ended", [0, 1])
+def test_one_that_is_killed_or_stopped_ends_the_other_with_its_name(ended, number, capfd, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
+    assert launching.launch([sys.executable, "-c", PROGRAM, f"{number} {ended}"], 2) in (7, 137)
+    said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"[{1 - ended}] ")]
+    assert said[2:] == [f"[{1 - ended}] process {ended} has gone"]  # and no trace of C++
 
 
 def test_options_come_before_the_environment():
