@@ -83,6 +83,7 @@ def test_one_that_fails_ends_the_others(launched):
 @pytest.mark.parametrize("ended", [0, 1])
 def test_one_that_is_killed_or_stopped_ends_the_other_with_its_name(ended, number, capfd, monkeypatch):
     monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
+    monkeypatch.delenv(start.QUIET, raising=False)  # which jax sets in this process
     assert launching.launch([sys.executable, "-c", PROGRAM, f"{number} {ended}"], 2) in (7, 137)
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"[{1 - ended}] ")]
     assert said[2:] == [f"[{1 - ended}] process {ended} has gone"]  # and no trace of C++
