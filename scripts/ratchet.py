@@ -3,6 +3,7 @@
     python scripts/ratchet.py            # what `.ci/run lint` runs
     python scripts/ratchet.py --write    # takes today's numbers over
 
+`inner_code_lines` leaves out the outbuildings; `public_names` counts what `__init__.pyi` files and namespaces export.
 A number rises only in a commit that changes the file and says in its message what was gained, or what left for it.
 `programs` and `processes` are the most that the default tests may compile and start; `tests/budget.py` counts them.
 """
@@ -21,6 +22,8 @@ FILE = ROOT / "scripts" / "ratchet.json"
 COUNTED_BY_TESTS = ("programs", "processes")
 CONFIG_ROOT = "ConfigModel"
 NAMESPACES = ("losses", "advantages", "packing", "sampling", "episodes")
+OUTBUILDINGS = ("serving", "report", "planning", "nat", "environments")
+"""Packages that the inner house does not import."""
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -77,12 +80,15 @@ def measure(package: Path) -> dict[str, int]:
     """Return today's numbers of a package, without importing it."""
     files = sorted(package.rglob("*.py"))
     sources = [file.read_text() for file in files]
+    lines = dict(zip(files, map(code_lines, sources), strict=True))
+    outside = [package / name for name in OUTBUILDINGS]
     trees = [ast.parse(source) for source in sources]
-    stubs = [package / "__init__.pyi", *(package / f"{name}.py" for name in NAMESPACES)]
+    stubs = [*package.rglob("__init__.pyi"), *(package / f"{name}.py" for name in NAMESPACES)]
     public = [node for stub in stubs for node in ast.walk(ast.parse(stub.read_text())) if isinstance(node, ast.alias)]
     return {
         "files": len(files),
-        "code_lines": sum(map(code_lines, sources)),
+        "code_lines": sum(lines.values()),
+        "inner_code_lines": sum(lines[file] for file in files if not any(map(file.is_relative_to, outside))),
         "configuration_fields": sum(
             isinstance(statement, ast.AnnAssign) for node in config_classes(trees) for statement in node.body
         ),
@@ -96,9 +102,9 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write today's numbers")
     should_write = parser.parse_args().write
     written, today = json.loads(FILE.read_text()), measure(ROOT / "jaxft")
-    changed = {name: number for name, number in today.items() if number != written[name]}
+    changed = {name: number for name, number in today.items() if number != written.get(name)}
     for name, number in (written | today).items():
-        print(f"{name:<22} {number:>7,}" + (f"  was {written[name]:,}" if name in changed else ""))
+        print(f"{name:<22} {number:>7,}" + (f"  was {written.get(name, 0):,}" if name in changed else ""))
     if should_write:
         FILE.write_text(json.dumps(written | today, indent=2) + "\n")
     elif changed:
