@@ -59,7 +59,8 @@ def config_classes(trees: list[ast.Module]) -> Iterator[ast.ClassDef]:
     classes = {node.name: node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
     def derives(name: str) -> bool:
-        bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)] if name in classes else []
+        # A base is a name, or that of a module: `jaxft.WorkflowConfig`.
+        bases = [ast.unparse(base).rpartition(".")[2] for base in classes[name].bases] if name in classes else []
         return CONFIG_ROOT in bases or any(map(derives, bases))
 
     return (node for name, node in classes.items() if derives(name))
@@ -90,7 +91,9 @@ def measure(package: Path) -> dict[str, int]:
         "code_lines": sum(lines.values()),
         "inner_code_lines": sum(lines[file] for file in files if not any(map(file.is_relative_to, outside))),
         "configuration_fields": sum(
-            isinstance(statement, ast.AnnAssign) for node in config_classes(trees) for statement in node.body
+            isinstance(statement, ast.AnnAssign) and not ast.unparse(statement.annotation).startswith("ClassVar")
+            for node in config_classes(trees)
+            for statement in node.body
         ),
         "public_names": len(public),
         "imports_in_functions": sum(map(imports_in_functions, trees)),

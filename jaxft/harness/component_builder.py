@@ -393,7 +393,7 @@ class ComponentBuilder(ConfigBuilder):
         general = self.config.eval.general
         pool = WorkerPool(
             self.config,
-            general.workers.count or general.max_concurrency,
+            general.max_concurrency,
             RunSide(self.get_llm, self.get_server_url, self.console.message),
         )
         self._closing.push_async_callback(pool.close)

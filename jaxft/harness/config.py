@@ -84,18 +84,6 @@ JSONPath = Annotated[str, AfterValidator(_json_path)]
 """A JSON path into a value, such as `$.choices[0].text`."""
 
 
-class WorkersConfig(ConfigModel):
-    """Processes for agents and evaluators, each of which runs one episode or evaluation at a time."""
-
-    count: int | None = Field(default=None, ge=1, description="Number of workers; null: eval.general.max_concurrency.")
-    memory_mb: int | None = Field(
-        default=4096,
-        ge=16,
-        description="MiB that a worker may take beside what importing the agent took; each process that it starts may "
-        "take as much. null: no limit.",
-    )
-
-
 class EvalGeneralConfig(ConfigModel):
     """The dataset, and how the workflow runs over it."""
 
@@ -109,13 +97,18 @@ class EvalGeneralConfig(ConfigModel):
     )
     isolation: Literal["none", "process"] = Field(
         default="none",
-        description="Where the workflow runs. none: in the run's own process. process: in workers, so that an agent "
-        "that hangs, leaks or crashes costs its episode only.",
+        description="Where the workflow runs. none: in the run's own process. process: in workers, processes of one "
+        "episode or evaluation at a time, so that an agent that hangs, leaks or crashes costs its episode only.",
     )
     judge_isolation: Literal["none", "process"] = Field(
         default="none", description="The same for evaluators: their timeout_seconds then ends whatever they do."
     )
-    workers: WorkersConfig = Field(default=WorkersConfig(), description="The processes of isolation: process.")
+    worker_memory_mb: int | None = Field(
+        default=4096,
+        ge=16,
+        description="MiB that a worker may take beside what importing the agent took; each process that it starts may "
+        "take as much. null: no limit.",
+    )
     dataset: AnyDataset = Field(description="The examples to run the workflow on.")
     result_json_path: JSONPath | None = Field(
         default=None,

@@ -254,8 +254,10 @@ class CheckpointConfig(ConfigModel):
     max_to_keep: int = Field(default=2, ge=1, description="Number of the newest checkpoints to keep.")
 
 
-class FinetuneRunConfig(ConfigModel):
-    """Options of the command line of a run."""
+class FinetuneRunConfig(DataModel):
+    """Options of the command line of a run, which no file of the configuration holds."""
+
+    model_config = ConfigDict(frozen=True, hide_input_in_errors=True)
 
     config_file: Path
     override: tuple[tuple[str, str], ...] = ()

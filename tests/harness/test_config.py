@@ -31,10 +31,10 @@ def test_a_whole_tree_loads(toy_run, tmp_path):
 
 
 def test_differences_to_the_defaults_are_listed_with_both_values(toy_run, tmp_path):
-    changes = [("finetuning.seed", "3"), ("eval.general.workers.count", "2"), ("finetuning.checkpoints.every", "1")]
+    changes = [("finetuning.seed", "3"), ("eval.general.worker_memory_mb", "64"), ("finetuning.checkpoints.every", "1")]
     differences = differences_to_defaults(config_from_mapping(toy_run, base_dir=tmp_path, overrides=changes))
     assert differences["finetuning.seed"] == {"value": 3, "default": 0}
-    assert differences["eval.general.workers.count"] == {"value": 2, "default": None}
+    assert differences["eval.general.worker_memory_mb"] == {"value": 64, "default": 4096}
     assert differences["finetuning.reward_function.name"] == {"value": "match"}
     assert "finetuning.checkpoints.every" not in differences and "finetuning.grace_seconds" not in differences
 

@@ -32,7 +32,7 @@ REASONS = {
     "busy_loop": "TimeoutError: the workflow gave no output within 3 s, at ",
     "sleep_in_c": "TimeoutError: the workflow gave no output within 3 s, at ",
     "swallowed_cancellation": "TimeoutError: the workflow gave no output within 3 s",
-    "leak": "WorkerError: it took more memory than eval.general.workers.memory_mb, 128 MiB",
+    "leak": "WorkerError: it took more memory than eval.general.worker_memory_mb, 128 MiB",
     "segfault": "WorkerError: its process was ended by SIGSEGV, at ",
     "exit_at_once": "WorkerError: it ended its process, with exit code 3",
     "children_left_behind": "WorkerError: it left 20 processes behind, the first of which is 'sleep 1000'",
@@ -43,7 +43,7 @@ REASONS = {
     "system_exit": "SystemExit: 4",
     "fork_asks": "ValueError: its child ended with 0",
     "local_result": "Local: an error that no pickle holds",
-    "small_leak": "WorkerError: it took more memory than eval.general.workers.memory_mb, 128 MiB",
+    "small_leak": "WorkerError: it took more memory than eval.general.worker_memory_mb, 128 MiB",
     "forkserver_child": "WorkerError: it left 1 processes behind, the first of which is ",
     "daemon": "WorkerError: it left ",
     "unreadable_error": "Unreadable: an error that no process reads",
@@ -88,7 +88,7 @@ def config_of(folder, *, how="chat", faults=(), judge_fault=None, general=None, 
     return jaxft.config_from_mapping(mapping | changes, base_dir=folder)
 
 
-PROCESS = {"isolation": "process", "judge_isolation": "process", "workers": {"memory_mb": 128}}
+PROCESS = {"isolation": "process", "judge_isolation": "process", "worker_memory_mb": 128}
 
 
 def train(folder, **options):
@@ -294,7 +294,7 @@ def test_what_takes_too_long_is_ended_and_named(workers, name):
     [
         ("sleep_in_c", "no score within 5 s, at "),
         ("segfault", "ended by SIGSEGV"),
-        ("leak", "workers.memory_mb, 128 MiB"),
+        ("leak", "worker_memory_mb, 128 MiB"),
     ],
 )
 def test_a_fault_of_an_evaluator_costs_its_episode(workers, fault, reason):

@@ -251,7 +251,7 @@ def unpack_error(content: bytes | None, summary: str) -> BaseException:
 
 def out_of_memory(memory_bytes: int) -> WorkerError:
     """Return the error of a worker that took more memory than it may."""
-    return WorkerError(f"it took more memory than eval.general.workers.memory_mb, {memory_bytes / 2**20:.0f} MiB")
+    return WorkerError(f"it took more memory than eval.general.worker_memory_mb, {memory_bytes / 2**20:.0f} MiB")
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes | None:

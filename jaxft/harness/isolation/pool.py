@@ -44,7 +44,7 @@ class WorkerPool:
             max_workers: maximum number of workers.
             run: the functions of the run that serve workers.
         """
-        self._config, self._limits = config, config.eval.general.workers
+        self._config = config
         self._run = run
         self._free = asyncio.Semaphore(max_workers)
         self._idle: list[WorkerProcess] = []
@@ -140,7 +140,7 @@ class WorkerPool:
             if self._zygote is None:
                 self._zygote = await ZygoteProcess.start(self._config)
             self.num_started += 1
-            memory = self._limits.memory_mb
+            memory = self._config.eval.general.worker_memory_mb
             process = await WorkerProcess.start(
                 self._zygote, None if memory is None else memory * 2**20, MAX_OUTPUT_BYTES, self._run
             )

@@ -271,7 +271,7 @@ def data_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
-    raise ConfigError(["/proc/self/status: has no VmData, by which memory is limited: set memory_mb to null"])
+    raise ConfigError(["/proc/self/status: has no VmData, by which memory is limited: set worker_memory_mb to null"])
 
 
 def children(pid: int) -> list[int]:
