@@ -30,7 +30,7 @@ from jaxft.planning.compiler import Compiled, CompilerError, LargeCopy, Step
 from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.model_runner import DISPATCH_TOKENS
-from jaxft.rollout.relayout import Relayout
+from jaxft.rollout.weights import WeightTransfer
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.programs import Programs, Run
 from jaxft.training.memory import peak
@@ -290,7 +290,7 @@ def pool_bytes(programs: Programs) -> int:
 
 def weights_bytes(programs: Programs) -> int:
     """Return the bytes on each device of the weights that a step reads: all, but no embedding that is not the head."""
-    weights = Relayout(programs.model).shapes(programs.params)
+    weights = WeightTransfer(programs.model).shapes(programs.params)
     read = {name: leaf for name, leaf in weights.items() if name != "embed" or programs.run.model.tie_word_embeddings}
     return device_bytes(programs.sharding.gathered(), read)
 

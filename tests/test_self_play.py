@@ -219,8 +219,8 @@ def test_an_evaluation_plays_against_the_policy_itself(tmp_path):
         async with jaxft.open_session(config, console=Console(io.StringIO())) as session:
             output = await session.evaluate()
             policy = (await session.builder.get_llm("policy")).policy
-            return output, await policy.read(lambda params: policy.snapshots["opponent"].saved(beside_held=False)[1])
+            return output, await policy.read(lambda params: dict(policy.weights.beside))
 
     output, kept = asyncio.run(main())
-    assert (output.num_episodes, output.num_failed, kept) == (3, 0, None)
+    assert (output.num_episodes, output.num_failed, kept) == (3, 0, {})
     assert all(record["policy"] == record["opponent"] for record in played.values())  # both play greedily

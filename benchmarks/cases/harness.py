@@ -23,8 +23,9 @@ from jaxft.harness.evaluators import BoundEvaluator
 from jaxft.rollout.calls import Call, Completion, Prompt, Reply
 from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
 from jaxft.shipped.grpo import GRPOTrajectoryBuilder
+from jaxft.training.advantages import collect_rewards
 from jaxft.training.config import LossConfig
-from jaxft.training.rows import collect_rewards, gather_rows
+from jaxft.training.rows import gather_rows
 from records import Check, Line, Measured
 from shapes import Shapes
 

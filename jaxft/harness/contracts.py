@@ -244,7 +244,7 @@ class TrainerAdapter(ABC):
         """Take episodes of up to `max_staleness` policy versions before, and sample beside jobs.
 
         It is called once, before `initialize`, if `max_staleness` is above 0. An adapter that implements this has
-        `hold_sampler` and `release_sampler`, too.
+        `pin_weights` and `release_weights`, too.
 
         Raises:
             ConfigError: the adapter cannot; by default none can, as its jobs may change the weights in mid-episode.
@@ -252,12 +252,12 @@ class TrainerAdapter(ABC):
         raise ConfigError(
             [
                 f"max_staleness: is {max_staleness}, but {type(self).__name__} cannot sample beside a job: set it to "
-                "0, or give the adapter allow_staleness, hold_sampler and release_sampler"
+                "0, or give the adapter allow_staleness, pin_weights and release_weights"
             ]
         )
 
-    async def hold_sampler(self, *, finishes_requests: bool = True) -> None:
-        """Sample with the present weights until the next call of this or of `release_sampler`, whatever jobs change.
+    async def pin_weights(self, *, finishes_requests: bool = True) -> None:
+        """Sample with the present weights until the next call of this or of `release_weights`, whatever jobs change.
 
         Args:
             finishes_requests: True to finish running requests with the weights that they began with; False to go on
@@ -265,8 +265,8 @@ class TrainerAdapter(ABC):
         """
         return None
 
-    async def release_sampler(self) -> None:
-        """Sample with the newest weights again; without a `hold_sampler` before, do nothing."""
+    async def release_weights(self) -> None:
+        """Sample with the newest weights again; without a `pin_weights` before, do nothing."""
         return None
 
     def device_seconds(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from jaxft.harness.runtime import exit_code_of
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_merged, load_model
-from jaxft.models.model_card import Weights, card_of_copy, card_text
+from jaxft.models.model_card import SavedWeights, card_of_copy, card_text
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.runs.console import Console
@@ -57,7 +57,7 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
     except (ValueError, OSError) as error:
         raise ConfigError([f"{model_folder}: {error}"]) from error
     try:
-        text = card_text(card, Weights(dtype, is_merged=merge))
+        text = card_text(card, SavedWeights(dtype, is_merged=merge))
         save_model(folder, model, params, tokenizer=tokenizer, card=text)
     except OSError as error:
         raise ConfigError([f"{folder}: the model cannot be written: {error}"]) from error

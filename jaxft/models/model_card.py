@@ -27,7 +27,7 @@ VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's option `--max-lora-rank`."""
 
 
-class Weights(NamedTuple):
+class SavedWeights(NamedTuple):
     """The stored form of weights.
 
     Attributes:
@@ -53,7 +53,7 @@ def make_card(title: str, about: str, base: str | None, *tags: str, datasets: li
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n# {title}\n\n{about}")
 
 
-def card_text(card: ModelCard, weights: Weights) -> str:
+def card_text(card: ModelCard, weights: SavedWeights) -> str:
     """Return the text of a card with the section on the weights; equal arguments give equal texts."""
     lora, data = weights.lora, ModelCardData(**card.data.to_dict())
     base = data.base_model

@@ -1,9 +1,9 @@
 """The arrays of an engine on the device, and the jitted programs that change them.
 
-Prompts are prefilled piece by piece, each piece straight into its pages; rows decode from the same pages, which they
+Prompts are prefilled chunk by chunk, each chunk straight into its pages; rows decode from the same pages, which they
 find by page tables that come from the host with each call.
 
-Letters: `R` slots, `P` rows of one program, `L` tokens of a piece, `C` columns of a page table, `D` row shards, `N` key
+Letters: `R` slots, `P` rows of one program, `L` tokens of a chunk, `C` columns of a page table, `D` row shards, `N` key
 ids, `S` stop ids, `M` biased tokens, `B` rows, `T` tokens of a row, `K` most likely tokens.
 """
 
@@ -31,8 +31,8 @@ class DecodeBatch(NamedTuple):
     rows: RowParams
 
 
-class Pieces(NamedTuple):
-    """Pieces of prompts to prefill: tokens, the position of the first one, the number of real ones, and the pages."""
+class PrefillChunks(NamedTuple):
+    """Chunks of prompts to prefill: tokens, the position of the first one, the number of real ones, and the pages."""
 
     tokens: Int[Any, "P L"]
     starts: Int[Any, "P"]
@@ -81,11 +81,11 @@ def slot_shapes(model: Model, slots: int) -> DecodeBatch:
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
-def prefill(model: Model, params: Params, cache: Cache, pieces: Pieces) -> Cache:
-    """Write the keys and values of pieces of prompts to their pages."""
-    offsets = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
-    positions = jnp.where(offsets < pieces.counts[:, None], pieces.starts[:, None] + offsets, -1)
-    return model.apply(params, pieces.tokens, positions, cache=cache, tables=pieces.tables)[1]
+def prefill(model: Model, params: Params, cache: Cache, chunks: PrefillChunks) -> Cache:
+    """Write the keys and values of chunks of prompts to their pages."""
+    offsets = jnp.arange(chunks.tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.where(offsets < chunks.counts[:, None], chunks.starts[:, None] + offsets, -1)
+    return model.apply(params, chunks.tokens, positions, cache=cache, tables=chunks.tables)[1]
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)

@@ -2,11 +2,11 @@
 
 Noise comes from a request's own key, and its row depends on its own tokens only. On a CPU neither the other requests
 nor slots, pages, order or eviction change a bit: all programs compute a row alike, and prompts are computed page by
-page, whatever is cached. On accelerators the width of a prompt's pieces follows from what is cached, so that
+page, whatever is cached. On accelerators the width of a prompt's chunks follows from what is cached, so that
 log-probabilities may differ by rounding; tokens then differ where two are almost equally likely.
 
 A `Scheduler` gives slots and pages to requests, a `ModelRunner` has the arrays. The engine makes the runner compute
-what the scheduler chose, prompts piece by piece between dispatches of decoding, and delivers completions.
+what the scheduler chose, prompts chunk by chunk between dispatches of decoding, and delivers completions.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ PROMPT_SHARE_ELSEWHERE = 1
 a long prompt delays no token of another request by more than that. Fewer decoding slots allow more of them."""
 
 PROMPT_TOKENS = 512
-"""Number of earlier tokens to which a piece of a prompt attends on a CPU in about the time of all else."""
+"""Number of earlier tokens to which a chunk of a prompt attends on a CPU in about the time of all else."""
 
 
 @dataclass
@@ -273,7 +273,7 @@ class Engine:
         return finished
 
     def _prefill(self, params: Params, *, is_draining: bool) -> None:
-        """Admit waiting requests, and prefill pieces of prompts, not too many while others decode."""
+        """Admit waiting requests, and prefill chunks of prompts, not too many while others decode."""
         decoding, spent = self._scheduler.num_decoding, 0.0  # in programs at the beginning of a prompt
         while True:
             requests, copies = self._scheduler.admit(is_draining=is_draining)
@@ -283,11 +283,11 @@ class Engine:
                 self._runner.admit(params, requests)
             if decoding and spent * decoding >= self._prompt_share * self.slots:
                 return
-            pieces, width = self._scheduler.next_pieces()
-            if not pieces:
+            chunks, width = self._scheduler.next_chunks()
+            if not chunks:
                 return
-            self._runner.prefill(params, pieces, width)
-            spent += 1 + max(piece.start for piece in pieces) / PROMPT_TOKENS
+            self._runner.prefill(params, chunks, width)
+            spent += 1 + max(chunk.start for chunk in chunks) / PROMPT_TOKENS
 
     def _dispatch(self, params: Params, version: int) -> bool:
         """Queue the decoding of a few tokens of every request whose prompt is in its pages; False if there is none."""

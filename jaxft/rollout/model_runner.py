@@ -1,4 +1,4 @@
-"""Runs the model for an engine on the device thread: prefills pieces of prompts, copies pages, and decodes tokens.
+"""Runs the model for an engine on the device thread: prefills chunks of prompts, copies pages, and decodes tokens.
 
 The runner has the arrays and calls the programs on them; which requests, pages and slots take part is the scheduler's
 choice. Compiled shapes follow from the sizes of the runner; `warm_up` compiles all programs. On a CPU, few requests
@@ -26,7 +26,7 @@ from jaxft.rollout.decode_batch import (
     MAX_STOP_IDS,
     Admission,
     DecodeBatch,
-    Pieces,
+    PrefillChunks,
     admit,
     advance,
     copy,
@@ -44,9 +44,9 @@ DISPATCH_TOKENS = (2, 8)
 ADMISSION_ROWS = 8
 """Rows of the programs that put requests into slots or copy pages."""
 
-PIECE_PAGES = {"cpu": (1,)}
-PIECE_PAGES_ELSEWHERE = (1, 4, 16)
-"""Pages of a piece of a prompt, by platform. On a CPU a piece is a page, so that its bits do not depend on the rest."""
+CHUNK_PAGES = {"cpu": (1,)}
+CHUNK_PAGES_ELSEWHERE = (1, 4, 16)
+"""Pages of a chunk of a prompt, by platform. On a CPU a chunk is a page, so that its bits do not depend on the rest."""
 
 PREFILL_TOKENS = {"cpu": 128}
 PREFILL_TOKENS_ELSEWHERE = 2048
@@ -61,7 +61,7 @@ STEP_COST, ROW_COST = 10_000, 400
 on two CPU cores with models of 2 and 58 million parameters (7,500 and 12,100 positions a step, 280 and 500 a row)."""
 
 
-class Piece(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Tokens of a prompt to prefill, from the beginning of a page on; `pages` are those of the whole prompt."""
 
     shard: int
@@ -146,8 +146,8 @@ class ModelRunner:
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         platform = platform_of(model.sharding)
         widest = 1 << (self.columns - 1).bit_length()
-        pieces = PIECE_PAGES.get(platform, PIECE_PAGES_ELSEWHERE)
-        self.piece_pages = tuple(sorted({min(pages, widest) for pages in pieces}))
+        chunks = CHUNK_PAGES.get(platform, CHUNK_PAGES_ELSEWHERE)
+        self.chunk_pages = tuple(sorted({min(pages, widest) for pages in chunks}))
         self._prefill_tokens = PREFILL_TOKENS.get(platform, PREFILL_TOKENS_ELSEWHERE)
         least, self._few_rows = FEW_ROWS.get(platform), None
         if least is not None and model.sharding is None and slots >= 4 * least:
@@ -164,20 +164,20 @@ class ModelRunner:
         """Drop all arrays, which may have been donated to a call that failed."""
         self._arrays = None
 
-    def piece_width(self, tokens: int) -> int:
-        """Return the width of the program that prefills the next piece of so many tokens."""
-        fitting = [pages for pages in self.piece_pages if pages * PAGE_TOKENS >= tokens]
-        return PAGE_TOKENS * min(fitting, default=self.piece_pages[-1])
+    def chunk_width(self, tokens: int) -> int:
+        """Return the width of the program that prefills the next chunk of so many tokens."""
+        fitting = [pages for pages in self.chunk_pages if pages * PAGE_TOKENS >= tokens]
+        return PAGE_TOKENS * min(fitting, default=self.chunk_pages[-1])
 
-    def piece_rows(self, width: int) -> int:
-        """Return the rows on each row shard of the program that prefills pieces of this width."""
+    def chunk_rows(self, width: int) -> int:
+        """Return the rows on each row shard of the program that prefills chunks of this width."""
         return max(1, self._prefill_tokens // width)
 
-    def prefill(self, params: Params, pieces: Sequence[Piece], width: int) -> None:
-        """Prefill pieces of one width, at most `piece_rows` on each row shard."""
+    def prefill(self, params: Params, chunks: Sequence[PrefillChunk], width: int) -> None:
+        """Prefill chunks of one width, at most `chunk_rows` on each row shard."""
         arrays = self._made(params)
-        arrays.cache = prefill(self._model, params, arrays.cache, self._pieces(pieces, width))
-        self.counts.prefilled_tokens += sum(len(piece.tokens) for piece in pieces)
+        arrays.cache = prefill(self._model, params, arrays.cache, self._chunks(chunks, width))
+        self.counts.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
 
     def copy(self, params: Params, copies: Sequence[PageCopy]) -> None:
         """Copy pages, all of them at once."""
@@ -249,8 +249,8 @@ class ModelRunner:
     def warm_up(self, params: Params) -> None:
         """Run every program that requests can need."""
         model, arrays = self._model, self._made(params)
-        for pages in self.piece_pages:
-            arrays.cache = prefill(model, params, arrays.cache, self._pieces([], pages * PAGE_TOKENS))
+        for pages in self.chunk_pages:
+            arrays.cache = prefill(model, params, arrays.cache, self._chunks([], pages * PAGE_TOKENS))
         arrays.cache = copy(model, arrays.cache, *self._copies([[]] * self.row_shards))
         arrays.slots = admit(model, arrays.slots, self._seed, self._admission([], Request((0,), (0,) * 6, 1)))
         for num_steps, is_filtered, *rows in self._decoding():
@@ -269,9 +269,9 @@ class ModelRunner:
         cache = page_shapes(model, self.num_pages * self.row_shards, compute_dtype(params))
         slots = slot_shapes(model, self.slots)
         programs: dict[str, Callable[[], Any]] = {}
-        for pages in self.piece_pages:
+        for pages in self.chunk_pages:
             width = pages * PAGE_TOKENS
-            programs[f"prefill_{width}"] = partial(prefill.lower, model, params, cache, self._pieces([], width))
+            programs[f"prefill_{width}"] = partial(prefill.lower, model, params, cache, self._chunks([], width))
         programs["copy"] = partial(copy.lower, model, cache, *self._copies([[]] * self.row_shards))
         filler = Request((0,), (0,) * 6, 1)
         programs["admit"] = partial(admit.lower, model, slots, self._seed, self._admission([], filler))
@@ -289,7 +289,7 @@ class ModelRunner:
         """
         programs, most = self.warm_up_programs(params), max(DISPATCH_TOKENS)
         return {
-            "prefill": programs[f"prefill_{self.piece_pages[-1] * PAGE_TOKENS}"],
+            "prefill": programs[f"prefill_{self.chunk_pages[-1] * PAGE_TOKENS}"],
             "decode": programs[f"decode_{most}"],
             "decode_filtered": programs[f"decode_filtered_{most}"],
         }
@@ -319,17 +319,17 @@ class ModelRunner:
         shards = np.arange(rows, dtype=np.int32) // (rows // self.row_shards)
         return tables + self.num_pages * shards[:, None]
 
-    def _pieces(self, pieces: Sequence[Piece], width: int) -> Pieces:
-        each = self.piece_rows(width)
+    def _chunks(self, chunks: Sequence[PrefillChunk], width: int) -> PrefillChunks:
+        each = self.chunk_rows(width)
         rows = each * self.row_shards
         tokens = np.zeros((rows, width), np.int32)
         pages: list[Sequence[int]] = [()] * rows
         starts, counts = np.zeros((2, rows), np.int32)
-        for shard, of_shard in enumerate(_by_shard(pieces, self.row_shards)):
-            for row, piece in enumerate(of_shard, shard * each):
-                tokens[row, : len(piece.tokens)] = piece.tokens
-                starts[row], counts[row], pages[row] = piece.start, len(piece.tokens), piece.pages
-        return Pieces(tokens, starts, counts, self._tables(pages, rows))
+        for shard, of_shard in enumerate(_by_shard(chunks, self.row_shards)):
+            for row, chunk in enumerate(of_shard, shard * each):
+                tokens[row, : len(chunk.tokens)] = chunk.tokens
+                starts[row], counts[row], pages[row] = chunk.start, len(chunk.tokens), chunk.pages
+        return PrefillChunks(tokens, starts, counts, self._tables(pages, rows))
 
     def _copies(self, by_shard: Sequence[Sequence[PageCopy]]) -> tuple[Int[np.ndarray, "D P"], Int[np.ndarray, "D P"]]:
         sources = np.full((self.row_shards, ADMISSION_ROWS), self.num_pages, np.int32)

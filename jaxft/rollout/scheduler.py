@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jaxft.core.cache import PAGE_TOKENS, pages_for
 from jaxft.rollout.calls import Completion
-from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, Piece, Row
+from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, PrefillChunk, Row
 from jaxft.rollout.page_pool import PagePool, page_keys
 from jaxft.rollout.requests import Request
 
@@ -179,28 +179,28 @@ class Scheduler:
                 self.waiting = deque(running for running in self.waiting if running not in gone)
         return admitted
 
-    def next_pieces(self) -> tuple[list[Piece], int]:
-        """Return as many pieces of prompts as one program takes, marked as prefilled, and their width.
+    def next_chunks(self) -> tuple[list[PrefillChunk], int]:
+        """Return as many chunks of prompts as one program takes, marked as prefilled, and their width.
 
-        Pieces of one prompt may follow each other: in each layer a program writes all keys before it attends to any.
+        Those of one prompt may follow each other: in each layer a program writes all keys before it attends to any.
         """
         unfinished = [running for running in self.running.values() if not running.is_prefilled]
         if not unfinished:
             return [], 0
-        width = self._runner.piece_width(unfinished[0].num_fed - unfinished[0].prefilled)
-        pieces, room = [], [self._runner.piece_rows(width)] * len(self.pools)
+        width = self._runner.chunk_width(unfinished[0].num_fed - unfinished[0].prefilled)
+        chunks, room = [], [self._runner.chunk_rows(width)] * len(self.pools)
         for running in unfinished:
             begun = running.prefilled
             while room[running.shard] and (left := running.num_fed - running.prefilled):
-                if self._runner.piece_width(left) != width:
+                if self._runner.chunk_width(left) != width:
                     break
                 room[running.shard] -= 1
                 start, end = running.prefilled, running.prefilled + min(left, width)
-                pieces.append(Piece(running.shard, start, running.current.prompt_ids[start:end], running.pages))
+                chunks.append(PrefillChunk(running.shard, start, running.current.prompt_ids[start:end], running.pages))
                 running.prefilled = end
             for index in range(begun // PAGE_TOKENS, pages_for(running.prefilled)):
                 self.pools[running.shard].record(running.keys[index], running.pages[index])
-        return pieces, width
+        return chunks, width
 
     def next_rows(self) -> tuple[list[tuple[Running, Row]], int]:
         """Return the rows to decode next and the number of tokens; reserve their pages and raise their `reach`."""

@@ -186,7 +186,7 @@ class GRPOTrainer(LoggedTrainer):
         if self.is_stopping:
             return self.statuses
         await self._schedule.close()  # an early stop leaves episodes that nobody trains
-        await self.trainer_adapter.release_sampler()
+        await self.trainer_adapter.release_weights()
         if self._early_stop.reason is not None:
             self.log.console.message(f"stopped early after {self.epoch} epochs: {self._early_stop.reason}")
         self.needs_no_training = self._early_stop.is_target_reached
@@ -254,12 +254,12 @@ class GRPOTrainer(LoggedTrainer):
     async def hold(self) -> None:
         """Let the adapter sample with the present weights until the next call, whatever is trained."""
         assert self.trainer_adapter is not None
-        await self.trainer_adapter.hold_sampler(finishes_requests=self.trainer_config.in_flight == "finish")
+        await self.trainer_adapter.pin_weights(finishes_requests=self.trainer_config.in_flight == "finish")
 
     async def release(self) -> None:
         """Let the adapter sample with the newest weights."""
         assert self.trainer_adapter is not None
-        await self.trainer_adapter.release_sampler()
+        await self.trainer_adapter.release_weights()
 
     async def _collect_epoch(self, epoch: int) -> TrajectoryCollection:
         run_id = f"epoch_{epoch:05d}"

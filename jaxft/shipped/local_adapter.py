@@ -5,18 +5,18 @@ A job goes through `submit`, which lays out its rows, and `_run`, which calls `L
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from huggingface_hub import ModelCard
 
-from jaxft.core.sharding import platform_of
-from jaxft.core.types import Model, Params
+from jaxft.core.partition import BASE
+from jaxft.core.types import Model
 from jaxft.errors import (
     CheckFailed,
     ComponentError,
@@ -33,37 +33,25 @@ from jaxft.harness.data_models import (
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
-    Trajectory,
     TrajectoryCollection,
 )
 from jaxft.hosts.group import process_group
-from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import AUTO_REMATS
-from jaxft.models.hf_config import accepted_keys
-from jaxft.models.load import load_model
+from jaxft.models.peft import base_fingerprint
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
+from jaxft.rollout.weights import Weights
 from jaxft.shipped import job_outcome
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.frozen_weights import load_reference, load_teacher
 from jaxft.shipped.job_outcome import is_too_stale, outcome, why_refused
-from jaxft.shipped.memory_advice import memory_advice, memory_errors
 from jaxft.shipped.run_card import run_card
-from jaxft.shipped.teacher import load_teacher
-from jaxft.training.bad_batches import BadBatches, BadUpdate
+from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
 from jaxft.training.batch import CollectedRewards
-from jaxft.training.learner import Learner, TeacherModel
-from jaxft.training.memory import SAMPLER, device_mebibytes, peak, peak_bytes
-from jaxft.training.rows import (
-    Gathered,
-    collect_rewards,
-    digests_of,
-    gather_examples,
-    gather_pairs,
-    gather_rows,
-    group_rewards,
-    with_usable_rewards,
-)
-from jaxft.training.token_scores import KeptTokens
+from jaxft.training.job_records import BadBatches, BadUpdate, KeptTokens
+from jaxft.training.learner import Learner
+from jaxft.training.memory import choose_remat, memory_advice, memory_errors, peak, peak_bytes, run_memory
+from jaxft.training.rows import JobRows, digests_of
 
 BACKEND = "local"
 
@@ -74,13 +62,24 @@ T = TypeVar("T")
 class _Job:
     status: TrainingJobStatus
     task: "asyncio.Task[None] | None" = None
-    is_cancelled: bool = False
-    canceled_after: str | None = None
     history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.task is not None and self.task.done()
 
     def report(self, **changes: Any) -> None:
         """Replace the status by a changed copy, as others may hold the old one."""
         self.status = self.status.model_copy(update=changes)
+
+
+class _Input(NamedTuple):
+    """The input of a job, with what its updates add for people to read."""
+
+    data: JobRows
+    rewards: CollectedRewards | None
+    scores: KeptTokens
+    bad_updates: list[BadUpdate]
 
 
 class LocalTrainerAdapter(TrainerAdapter):
@@ -106,9 +105,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         chooses_remat: bool = False,
         note_remat: Callable[[str], object] = lambda remat: None,
         model_card: Callable[[int], ModelCard] | None = None,
-        teacher: TeacherModel | None = None,
+        weights: Mapping[str, Weights] | None = None,
     ) -> None:
-        """Make the learner, and load the reference if it is another checkpoint.
+        """Make the learner.
 
         Args:
             adapter_config: settings of the adapter.
@@ -120,19 +119,17 @@ class LocalTrainerAdapter(TrainerAdapter):
                 model's own.
             note_remat: called with the checkpoint policy that was chosen.
             model_card: returns the card of an exported model from the policy's version; None: exports have none.
-            teacher: the teacher of a loss with `distillation`; None without one.
+            weights: the `reference`, if it is of another checkpoint, and the `teacher`, as far as the loss has them.
 
         Raises:
             ValueError: settings of the loss exclude each other.
-            ComponentError: the checkpoint of the reference is of another model.
         """
         adapter_config = adapter_config.for_context(policy.engine.max_context_tokens)
         super().__init__(adapter_config)
         self.policy = policy
-        ref_params = load_reference(adapter_config, policy) if adapter_config.has_own_reference else None
         self.max_staleness = 0
-        self._make_learner = partial(make_learner, adapter_config, policy.model, seed=seed, teacher=teacher)
-        self.learner = self._make_learner(ref_params=ref_params)
+        self._make_learner = partial(make_learner, adapter_config, policy.model, seed, weights or {})
+        self.learner = self._make_learner()
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
         self._model_card = model_card
@@ -156,26 +153,13 @@ class LocalTrainerAdapter(TrainerAdapter):
                 ]
             )
         if self._chooses_remat:
-            remat = await self.policy.read(self._choose_remat)
+            pins = self.max_staleness > 0
+            remat = await self.policy.read(partial(choose_remat, self.learner, self.policy, are_pinned=pins))
             choices = await process_group().gather("remat", remat)  # which devices and compilers may make differ
             most_frugal = max(choices, key=list(AUTO_REMATS).index)
             if most_frugal != remat:
                 self.learner.use_remat(most_frugal)
             self._note_remat(most_frugal)
-
-    def _choose_remat(self, params: Any) -> str:
-        """Choose the checkpoint policy, on the device thread, and return its name."""
-        limit = device_mebibytes(self.policy.model.sharding)
-        if platform_of(self.policy.model.sharding) == "cpu" or limit is None:
-            return "dots"  # that of the model
-        held: dict[str, float] = {}
-        if not self.policy.has_own_sampler:
-            held = {purpose: size / 2**20 for purpose, size in self.policy.sampling_bytes(params).items()}
-            del held["sampling weights"]  # an update does not have them
-            if self.max_staleness:
-                held["held sampling weights"] = self.policy.held_bytes(params) / 2**20
-        longest = self.policy.engine.max_context_tokens
-        return self.learner.choose_remat(params, longest, lambda memory: peak(memory | held) <= limit)
 
     def allow_staleness(self, max_staleness: int) -> None:
         """Take episodes of up to `max_staleness` versions before, with a correction of the loss, and share the device.
@@ -197,21 +181,21 @@ class LocalTrainerAdapter(TrainerAdapter):
                 ]
             )
         self.max_staleness = max_staleness
-        self.learner = self._make_learner(ref_params=self.learner.ref_params, max_staleness=max_staleness)
+        self.learner = self._make_learner(max_staleness=max_staleness)
         if loss.correction is not None and loss.correction.name == "none":
             self._warn(
                 f"warning: loss.correction is none with max_staleness {max_staleness}: the gradient is that of earlier "
                 "weights' samples, and biased"
             )
 
-    async def hold_sampler(self, *, finishes_requests: bool = True) -> None:
+    async def pin_weights(self, *, finishes_requests: bool = True) -> None:
         """Sample with the present weights, of which a copy is kept, beside the jobs that follow."""
         with self._memory_errors():
-            await self.policy.hold_sampler(finishes_requests=finishes_requests)
+            await self.policy.pin_weights(finishes_requests=finishes_requests)
 
-    async def release_sampler(self) -> None:
+    async def release_weights(self) -> None:
         """Sample with the newest weights again."""
-        await self.policy.release_sampler()
+        await self.policy.release_weights()
 
     def device_seconds(self) -> dict[str, float]:
         """Return the seconds that the device thread has spent so far: `sampling`, `training`, `other` and `idle`."""
@@ -238,22 +222,12 @@ class LocalTrainerAdapter(TrainerAdapter):
         with self._memory_errors():
             await self.policy.warm_up()
             if self.max_staleness:
-                await self.policy.hold_sampler()
+                await self.policy.pin_weights()
             await self.policy.update(
                 lambda params: (self.learner.warm_up(params, longest, self.policy.pause), None),
                 has_changed=lambda result: False,
             )
-            await self.policy.release_sampler()
-
-    def validate_trajectories(self, trajectories: TrajectoryCollection) -> dict[str, float]:
-        """Return the metrics that a job on these trajectories would begin with, without queueing it.
-
-        Raises:
-            NothingToTrain: no row has a token to train.
-            TrajectoryError: a row is greedy or malformed.
-        """
-        data, _ = self._lay_out(trajectories)
-        return data.metrics | data.staleness(self.policy.version, self.max_staleness)
+            await self.policy.release_weights()
 
     def group_rewards(self, trajectories: TrajectoryCollection) -> list[GroupReward]:
         """Return mean and difference of the rewards that the loss compares in each group: weighted, or of steps.
@@ -264,7 +238,12 @@ class LocalTrainerAdapter(TrainerAdapter):
         loss = self.adapter_config.loss
         if not loss.is_policy_loss:
             return super().group_rewards(trajectories)
-        return group_rewards(self._with_usable_rewards(trajectories), loss, self.adapter_config.llm)
+        groups = with_usable_rewards(trajectories.trajectories, loss, self._unusable)
+        return group_rewards(groups, loss, self.adapter_config.llm)
+
+    @property
+    def _unusable(self) -> str:
+        return "unscorable" if self.adapter_config.reward is None else self.adapter_config.reward.unusable
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Queue a job on these trajectories, and return at once.
@@ -275,114 +254,69 @@ class LocalTrainerAdapter(TrainerAdapter):
             TrajectoryError: a row is greedy or malformed.
         """
         run_id = trajectories.run_id
-        if run_id in self.training_jobs:
+        if run_id in self._jobs and not self._jobs[run_id].has_ended:
             raise ValueError(f"job '{run_id}' has not ended; wait for it, or give this one another id")
-        data, rewards = self._lay_out(trajectories)
-        self._warn_of_filters(data.sampled.log_kept_mass)
-        job = _Job(TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0))
-        self._jobs[run_id] = job
-        kept = KeptTokens(data, trajectories.kept_episodes)
-        job.task = asyncio.create_task(self._run(job, data, rewards, kept), name=f"job {run_id}")
+        llm, template = self.adapter_config.llm, self.policy.template
+        data, rewards = gather(trajectories, self.adapter_config.loss, llm, template, self._unusable)
+        if not self._has_warned and data.sampled.log_kept_mass.any():
+            self._has_warned, kept = True, np.exp(data.sampled.log_kept_mass).mean()
+            self._warn(
+                f"warning: tokens were drawn with top-k, top-p or min-p, which kept {kept:.1%} of the mass on average; "
+                "what cannot be sampled cannot be unlearned: train without filters"
+            )
+        status = TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0)
+        job = self._jobs[run_id] = _Job(status)
+        given = _Input(data, rewards, KeptTokens(data, trajectories.kept_episodes), [])
+        job.task = asyncio.create_task(self._run(job, given), name=f"job {run_id}")
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job_id": run_id})
 
-    def _lay_out(self, trajectories: TrajectoryCollection) -> tuple[Gathered, CollectedRewards | None]:
-        """Return the rows that the loss trains and, for a policy loss, the rewards of their trajectories."""
-        llm, loss, template = self.adapter_config.llm, self.adapter_config.loss, self.policy.template
-        if loss.name == "dpo":
-            return gather_pairs(trajectories, template, llm), None
-        if loss.name == "sft":
-            return gather_examples(trajectories, template, loss.min_reward, llm), None
-        usable = trajectories.model_copy(update={"trajectories": self._with_usable_rewards(trajectories)})
-        data = gather_rows(usable, llm=llm, mask_truncated=loss.mask_truncated)
-        rewards = collect_rewards(data.groups, loss, llm)
-        return data._replace(metrics=data.metrics | rewards.metrics), rewards
-
-    def _with_usable_rewards(self, trajectories: TrajectoryCollection) -> list[list[Trajectory]]:
-        reward = self.adapter_config.reward
-        unusable = "unscorable" if reward is None else reward.unusable
-        return with_usable_rewards(trajectories.trajectories, self.adapter_config.loss, unusable)
-
-    def _warn_of_filters(self, log_kept_mass: np.ndarray) -> None:
-        """Warn, once, if truncated sampling was used; the array has the log of the kept mass of each trained token."""
-        if self._has_warned or not log_kept_mass.any():
-            return
-        self._has_warned = True
-        kept = np.exp(log_kept_mass).mean()
-        self._warn(
-            f"warning: tokens were drawn with top-k, top-p or min-p, which kept {kept:.1%} of the mass on average; "
-            "what cannot be sampled cannot be unlearned: train without filters"
-        )
-
-    async def _run(self, job: _Job, data: Gathered, rewards: CollectedRewards | None, kept_tokens: KeptTokens) -> None:
-        started = time.perf_counter()
-        bad_updates: list[BadUpdate] = []
-        kept: list[str] = []
+    async def _run(self, job: _Job, given: _Input) -> None:
+        started, run_id = time.perf_counter(), job.status.run_id
+        files: list[str] = []
         try:
             with user_code(), self._memory_errors():  # whatever stops the job becomes its status
-                async with _together(job.status.run_id, data, rewards):
+                async with _together(run_id, given):
                     metrics = await self.policy.update(
-                        partial(self._learn, job, data, rewards, bad_updates, kept_tokens),
-                        has_changed=lambda metrics: metrics["applied_updates"] > 0,
+                        partial(self._learn, job, given), has_changed=lambda metrics: metrics["applied_updates"] > 0
                     )
                 if self._bad_batches is not None:
-                    kept = self._bad_batches.keep(job.status.run_id, bad_updates, data.groups)
+                    files = self._bad_batches.keep(run_id, given.bad_updates, given.data.groups)
         except UserCodeError as failure:
             is_memory = isinstance(failure.error, DeviceMemoryError)
             message, traceback = str(failure.error) if is_memory else failure.summary, failure.traceback
             job.report(status=TrainingStatusEnum.FAILED, message=message, metadata={"traceback": traceback})
             return
-        metrics |= data.metrics
+        metrics |= given.data.metrics
         compiles = self.policy.compiles
         timings = {"seconds_update": time.perf_counter() - started, "compiles": compiles.count}
         timings |= peak_bytes(self.policy.model.sharding)
         compiled, self._reported_compiles = compiles.names(self._reported_compiles), compiles.count
         metadata: dict[str, Any] = {"metrics": metrics, "timings": timings, "compiled": compiled}
-        metadata |= {"token_scores": kept_tokens.rows()} if kept_tokens.indices else {}
-        if job.canceled_after is not None:
-            job.report(status=TrainingStatusEnum.CANCELED, message=job.canceled_after, metadata=metadata)
-            return
+        metadata |= {"token_scores": given.scores.rows()} if given.scores.indices else {}
         refusal = why_refused(metrics)
-        message = (refusal or outcome(metrics)) + (f"; the batch of each is kept: {', '.join(kept)}" if kept else "")
+        message = (refusal or outcome(metrics)) + (f"; the batch of each is kept: {', '.join(files)}" if files else "")
         if refusal is not None:
             job.report(status=TrainingStatusEnum.FAILED, message=message, metadata=metadata)
         else:
             job.report(status=TrainingStatusEnum.COMPLETED, progress=100.0, message=message, metadata=metadata)
 
-    def _learn(
-        self,
-        job: _Job,
-        data: Gathered,
-        rewards: CollectedRewards | None,
-        bad_updates: list[BadUpdate],
-        kept_tokens: KeptTokens,
-        params: Any,
-    ) -> tuple[Any, dict[str, float]]:
+    def _learn(self, job: _Job, given: _Input, params: Any) -> tuple[Any, dict[str, float]]:
         """Run a job on the device thread: return the parameters and its metrics."""
-        stale = data.staleness(self.policy.version, self.max_staleness)
+        stale = given.data.staleness(self.policy.version, self.max_staleness)
         metrics = {"applied_updates": 0.0, "updates": 0, **stale, "policy_version": self.policy.version}
-        if job.is_cancelled:
-            job.canceled_after = "canceled before it began"
-            return params, metrics
         if is_too_stale(stale):
             return params, metrics
-
-        def goes_on(done: int, total: int) -> bool:
-            job.report(progress=100.0 * done / total)
-            if job.is_cancelled:
-                job.canceled_after = f"canceled after {done} of {total} updates"
-            return not job.is_cancelled
-
         job.report(status=TrainingStatusEnum.RUNNING)
         self.policy.keep_snapshots(params)
         params, learned = self.learner.learn(
-            data.rows,
-            rewards,
+            given.data.rows,
+            given.rewards,
             params,
-            goes_on,
-            bad_updates.append,
-            kept_tokens.indices,
-            kept_tokens.keep,
-            self.policy.pause,
+            on_update=lambda done, total: job.report(progress=100.0 * done / total),
+            keep_bad=given.bad_updates.append,
+            kept_rows=given.scores.indices,
+            keep_scores=given.scores.keep,
+            pause=self.policy.pause,
         )
         version = self.policy.version + (learned["applied_updates"] > 0)
         return params, {**metrics, **learned, "policy_version": version}
@@ -402,27 +336,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         await asyncio.shield(job.task)
         return job.status
 
-    async def cancel(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        """End a job before its next update, and return its last status; a job that has ended stays as it is.
-
-        Updates that have been made stay made; the status says how many.
-
-        Raises:
-            RuntimeError: several processes compute the job, which may be at different updates.
-        """
-        if not process_group().is_alone:
-            raise RuntimeError("a job of several processes cannot be canceled")
-        self._job(ref).is_cancelled = True
-        return await self.wait_until_complete(ref)
-
-    @property
-    def training_jobs(self) -> dict[str, "asyncio.Task[None]"]:
-        """Tasks of the jobs that have not ended, by name."""
-        return {name: job.task for name, job in self._jobs.items() if job.task is not None and not job.task.done()}
-
     def is_busy(self) -> bool:
         """True if a job has not ended."""
-        return bool(self.training_jobs)
+        return not all(job.has_ended for job in self._jobs.values())
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Add metrics to the `history` in the metadata of a job."""
@@ -436,23 +352,10 @@ class LocalTrainerAdapter(TrainerAdapter):
         return self._jobs[ref.run_id]
 
     async def memory(self) -> dict[str, float]:
-        """Return the MiB that each device needs, by purpose; compiles the largest update.
-
-        The purposes are those of `Learner.memory` and of `Policy.sampling_bytes`, and the temporaries of sampling. An
-        update and a rollout take turns, so what only one of them needs is not added.
-        """
-
-        def needs(params: Any) -> dict[str, float]:
-            training = self.learner.memory(params, self.policy.engine.max_context_tokens)
-            sizes = self.policy.sampling_bytes(params)
-            sizes |= {"sampling temporaries": self.policy.sampling_temporary_bytes(params)}
-            sizes |= {"held sampling weights": self.policy.held_bytes(params)} if self.max_staleness else {}
-            if self.policy.has_own_sampler:
-                sizes = {f"{SAMPLER}{purpose}": size for purpose, size in sizes.items()}
-            return training | {purpose: size / 2**20 for purpose, size in sizes.items()}
-
+        """Return the MiB that each device needs, by purpose: see `run_memory`, which compiles the largest programs."""
+        pins = self.max_staleness > 0
         with self._memory_errors():
-            return await self.policy.read(needs)
+            return await self.policy.read(partial(run_memory, self.learner, self.policy, are_pinned=pins))
 
     def peak_memory(self, memory: dict[str, float]) -> float:
         """Return the MiB of the larger phase, as update and rollout take turns."""
@@ -460,16 +363,16 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     def memory_advice(self, memory: dict[str, float]) -> str | None:
         """Return the settings to change if a device has less than `memory`; None if it fits, or if that is unknown."""
-        return memory_advice(self.adapter_config, self.policy, memory)
+        return memory_advice(memory, self.policy, self.adapter_config.llm, self.adapter_config.microbatch_tokens)
 
     def _memory_errors(self) -> AbstractContextManager[None]:
-        return memory_errors(self.adapter_config, self.policy.engine)
+        return memory_errors(self.policy.engine, self.adapter_config.llm, self.adapter_config.microbatch_tokens)
 
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """Return `save(values, arrays)`, called on the device thread.
 
-        The values are counters; the arrays are those of policy, snapshots, optimizer, reference and value head. A
-        frozen base is included only if it differs from its checkpoint, a snapshot only while it is not the policy.
+        The values are counters; the arrays are those of optimizer and value head, and all weights. A frozen base is
+        included only if it differs from its checkpoint, other weights as `SamplingWeights.saved` has them.
         """
 
         def saved(params: Any) -> T:
@@ -481,16 +384,10 @@ class LocalTrainerAdapter(TrainerAdapter):
             holds_base = False
             if self.policy.model.lora is not None:
                 holds_base = not self.policy.has_own_base(params)
-                values |= {"base": self.policy.base_of(params), "holds_base": holds_base}
-            arrays, snapshots = self.learner.arrays(params, with_base=holds_base), self.policy.snapshots
-            is_repeated = self.policy.held is not None and self.max_staleness == 1  # what the sampler sampled last
-            if is_repeated:
-                values["held"], arrays["held"] = self.policy.held_state(), self.policy.held_arrays()
-            if snapshots:
-                saved_of = {name: snapshot.saved(beside_held=is_repeated) for name, snapshot in snapshots.items()}
-                values["snapshots"] = {name: state for name, (state, _) in saved_of.items()}
-                arrays["snapshots"] = {name: params for name, (_, params) in saved_of.items()}
-            return save(values, arrays)
+                values |= {"base": base_fingerprint(params[BASE]), "holds_base": holds_base}
+            # With a staleness of 1 a resumed run repeats what was sampled last, with the pinned weights.
+            states, beside = self.policy.weights.saved(with_pinned=self.max_staleness == 1)
+            return save(values | states, self.learner.arrays(params, with_base=holds_base) | beside)
 
         with self._memory_errors():
             return await self.policy.read(saved)
@@ -501,37 +398,27 @@ class LocalTrainerAdapter(TrainerAdapter):
         Raises:
             RestoreError: the checkpoint has another model, another optimizer, another dtype or other snapshots.
         """
-        llm, has_adapters = self.adapter_config.llm, "base" in values
+        llm, weights, has_adapters = self.adapter_config.llm, self.policy.weights, "base" in values
         if has_adapters != (self.policy.model.lora is not None):
-            held = f"adapters, but llms.{llm} has none" if has_adapters else f"no adapters, but llms.{llm} has some"
-            raise RestoreError(f"the checkpoint holds {held}: continue it with its own configuration")
+            found = f"adapters, but llms.{llm} has none" if has_adapters else f"no adapters, but llms.{llm} has some"
+            raise RestoreError(f"the checkpoint holds {found}: continue it with its own configuration")
         holds_base = values.get("holds_base", False)
-        states, snapshots = values.get("snapshots", {}), self.policy.snapshots
-        if states.keys() != snapshots.keys():
+        saved = values.get("snapshots", {})
+        if saved.keys() != weights.every.keys():
             raise RestoreError(
-                f"the checkpoint holds {_listed(states)} of llms.{llm}, and the configuration has "
-                f"{_listed(snapshots)}: continue it with the llms that it was begun with"
+                f"the checkpoint holds {_listed(saved)} of llms.{llm}, and the configuration has "
+                f"{_listed(weights.every)}: continue it with the llms that it was begun with"
             )
 
         def restored(params: Any) -> Any:
-            if has_adapters and not holds_base and values["base"] != self.policy.base_of(params):
+            if has_adapters and not holds_base and values["base"] != base_fingerprint(params[BASE]):
                 raise RestoreError(
                     f"the checkpoint holds adapters of another base than that of llms.{llm}: continue it with the "
                     "base it was made with"
                 )
-            like = self.learner.arrays(params, with_base=holds_base)
-            if "held" in values:
-                like["held"] = self.policy.held_like(values["held"], params)
-            if states:
-                like["snapshots"] = {
-                    name: None if state is None else snapshots[name].arrays_like(state, params)
-                    for name, state in states.items()
-                }
-            arrays = read(like)
-            for name, state in states.items():
-                snapshots[name].restore(state, arrays["snapshots"][name])
+            arrays = read(self.learner.arrays(params, with_base=holds_base) | weights.like(values, params))
             restored = self.learner.restore(values, arrays, params)
-            if "held" in values and not self.policy.restore_held(values["held"], arrays["held"], restored):
+            if not weights.restore(values, arrays, restored):
                 self._warn(
                     "warning: the sampler's weights in the checkpoint are for another mesh or compute_dtype: the next "
                     "episodes are sampled with the newest ones"
@@ -548,9 +435,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         return await self.policy.save(folder, card)
 
 
-def _together(run_id: str, data: Gathered, rewards: CollectedRewards | None) -> AbstractAsyncContextManager[None]:
+def _together(run_id: str, given: _Input) -> AbstractAsyncContextManager[None]:
     """Return a block in which all processes compute a job, whose input they compare first."""
-    return process_group().agree(f"job {run_id}", partial(digests_of, data, rewards))
+    return process_group().agree(f"job {run_id}", partial(digests_of, given.data, given.rewards))
 
 
 def _listed(snapshots: Iterable[str]) -> str:
@@ -561,13 +448,12 @@ def _listed(snapshots: Iterable[str]) -> str:
 def make_learner(
     config: LocalTrainerAdapterConfig,
     model: Model,
+    seed: int,
+    weights: Mapping[str, Weights],
     *,
-    seed: int = 0,
-    ref_params: Params | None = None,
     max_staleness: int = 0,
-    teacher: TeacherModel | None = None,
 ) -> Learner:
-    """Make the learner of an adapter; arguments and errors are those of `Learner`."""
+    """Make the learner of an adapter; `weights` has its `reference` and `teacher`, errors are those of `Learner`."""
     return Learner(
         model,
         config.loss,
@@ -580,38 +466,9 @@ def make_learner(
         max_sampler_diff=job_outcome.MAX_LOGPROB_DIFF,
         max_disagreeing_fraction=job_outcome.MAX_DISAGREEING_FRACTION,
         seed=seed,
-        ref_params=ref_params,
-        teacher=teacher,
+        reference=weights.get("reference"),
+        teacher=weights.get("teacher"),
     )
-
-
-def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Any:
-    """Load the parameters of the reference policy of the KL from its checkpoint.
-
-    If the policy has adapters, the reference gets fresh ones, which have no effect.
-
-    Raises:
-        ComponentError: the checkpoint has another model than the policy, or should follow a policy with adapters.
-    """
-    path, sharding = config.loss.reference.path, policy.model.sharding
-    lora: Any = policy.model.lora
-    assert path is not None
-    if lora is not None and config.loss.reference.update_every is not None:
-        raise ComponentError(
-            "loss.reference: with adapters, a reference of its own (path) has another base and cannot follow the "
-            "policy; leave out update_every or path"
-        )
-    mesh: Any = None if sharding is None else sharding.mesh
-    tokens, own = policy.engine.max_context_tokens, policy.model.config
-    if not isinstance(own, DecoderConfig):
-        raise ComponentError(f"loss.reference.path: {path} holds a decoder; the policy is {own}")
-    options: dict[str, Any] = {"context_tokens": tokens, "ignored_keys": accepted_keys(own)}
-    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh, **options)
-    other = reference.config
-    assert isinstance(other, DecoderConfig)
-    if own.architecture != other.architecture:
-        raise ComponentError(f"loss.reference.path: {path} holds {other}; the policy is {own}")
-    return params
 
 
 async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any) -> AsyncIterator[LocalTrainerAdapter]:
@@ -626,8 +483,11 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
             await builder.get_llm(name)
     log = builder.console.message
     bad_batches = BadBatches(builder.directory, log, llm.policy.tokenizer.decode)
-    distillation = config.loss.distillation
-    teacher = None if distillation is None else await load_teacher(distillation.teacher, llm.policy, builder)
+    weights = {}
+    if config.has_own_reference:
+        weights["reference"] = load_reference(config, llm.policy)
+    if config.loss.distillation is not None:
+        weights["teacher"] = await load_teacher(config.loss.distillation.teacher, llm.policy, builder)
     yield LocalTrainerAdapter(
         config,
         llm.policy,
@@ -637,5 +497,5 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
         chooses_remat=builder.config.llms[config.llm].remat == "auto",
         note_remat=lambda remat: builder.add_choices(f"llms.{config.llm}", {"remat": remat}),
         model_card=partial(run_card, builder.config, builder.directory, config),
-        teacher=teacher,
+        weights=weights,
     )

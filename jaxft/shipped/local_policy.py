@@ -26,8 +26,8 @@ from jaxft.models.load import Lora, init_model, load_model, lora_spec, on_mesh
 from jaxft.rollout.chat import find_stop_ids, load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
-from jaxft.rollout.relayout import sampling_mesh
 from jaxft.rollout.token_text import num_token_ids
+from jaxft.rollout.weights import sampling_mesh
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, LoraConfig, MeshConfig
 from jaxft.training.update import make_loss
 

@@ -26,11 +26,12 @@ from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.flash import Choice, choose_kernel
 from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
-from jaxft.rollout.relayout import Relayout
+from jaxft.rollout.weights import Weights, WeightTransfer
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
 from jaxft.shipped.local_adapter import make_learner
 from jaxft.shipped.local_policy import dtypes_of, lora_of, shape_of
-from jaxft.training.learner import Learner, TeacherModel, loses_kernel
+from jaxft.training.learner import Learner, loses_kernel
+from jaxft.training.memory import sampling_bytes, training_bytes
 
 
 class Run(NamedTuple):
@@ -166,11 +167,10 @@ class Programs:
         if adapter.packing is None:
             packing = not loses_kernel(run.model, self.compute_dtype, [device])
             adapter = adapter.model_copy(update={"packing": packing})
-        ref_params = self.params if adapter.has_own_reference else None
-        teacher = None if run.teacher is None else TeacherModel(*_model(run.teacher, mesh, device.platform)[1:])
-        self.learner: Learner = make_learner(
-            adapter, self.model, ref_params=ref_params, max_staleness=run.max_staleness, teacher=teacher
-        )
+        weights = {"reference": Weights(self.model, self.params)} if adapter.has_own_reference else {}
+        if run.teacher is not None:
+            weights["teacher"] = Weights(*_model(run.teacher, mesh, device.platform)[1:])
+        self.learner: Learner = make_learner(adapter, self.model, 0, weights, max_staleness=run.max_staleness)
 
     @cached_property
     def runner(self) -> ModelRunner:
@@ -189,28 +189,22 @@ class Programs:
     def by_name(self) -> dict[str, Callable[[], Any]]:
         """Return functions that lower the programs, by name: `gradient`, `step`, `prefill`, `decode`."""
         training = self.learner.programs(self.params, self.run.policy.max_context_tokens)
-        return training | self.runner.programs(Relayout(self.model).shapes(self.params))
+        return training | self.runner.programs(WeightTransfer(self.model).shapes(self.params))
 
     def warm_up(self) -> dict[str, Callable[[], Any]]:
         """Return functions that lower the programs which `ModelRunner.warm_up` runs, by name."""
-        return self.runner.warm_up_programs(Relayout(self.model).shapes(self.params))
+        return self.runner.warm_up_programs(WeightTransfer(self.model).shapes(self.params))
 
     def held(self) -> dict[str, int]:
         """Return the bytes per device, by purpose, of all arrays that outlive a program.
 
         The purposes are those of `LocalTrainerAdapter.memory`; temporaries are not among them.
         """
-        sizes, relayout = self.learner.held_bytes(self.params), Relayout(self.model)
-        dtype, snapshots = relayout.dtype(self.params), self.run.snapshots
-        caches = [self._runner_of(policy).cache_bytes(dtype) for policy in (self.run.policy, *snapshots)]
-        sizes |= {"sampling": sum(caches), "sampling weights": relayout.extra_bytes(self.params)}
-        if snapshots:
-            kept, weights = relayout.snapshot_bytes(self.params)
-            sizes["snapshots"] = len(snapshots) * kept
-            sizes["sampling weights"] += len(snapshots) * weights
-        if self.run.max_staleness:
-            sizes["held sampling weights"] = relayout.extra_bytes(self.params, is_shared=False)
-        return sizes
+        transfer, policies = WeightTransfer(self.model), (self.run.policy, *self.run.snapshots)
+        dtype, are_pinned = transfer.dtype(self.params), self.run.max_staleness > 0
+        caches = [self._runner_of(policy).cache_bytes(dtype) for policy in policies]
+        sampling = sampling_bytes(self.model, transfer, self.params, caches, are_pinned=are_pinned)
+        return training_bytes(self.learner, self.params) | sampling
 
     def rows_and_width(self) -> tuple[int, int]:
         """Return rows and tokens per row of the largest microbatch, over the whole mesh."""
@@ -223,7 +217,7 @@ class Programs:
     def is_smallest(self) -> bool:
         """True if a microbatch cannot have fewer rows."""
         rows, width = self.rows_and_width()
-        return self.learner.heights(self.params, width)[-1] == rows
+        return self.learner.row_buckets(self.params, width)[-1] == rows
 
     def kernel(self) -> Choice:
         """Return the kernel of attention in the largest microbatch; the reference if some layers have no kernel."""

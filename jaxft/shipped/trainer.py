@@ -65,7 +65,7 @@ class LoggedTrainer(Trainer):
         adapter = self.trainer_adapter
         if isinstance(adapter, LocalTrainerAdapter):
             llm, policy = adapter.adapter_config.llm, adapter.policy
-            self._health.dtype = str(policy.relayout.dtype(policy.trained_params()))
+            self._health.dtype = str(policy.weights.transfer.dtype(policy.trained_params()))
             self.log.decode[llm], self.log.token_text[llm] = policy.tokenizer.decode, policy.template.tokens.text_of
         self.log.start(num_epochs, self.epoch, self.loggers)
 

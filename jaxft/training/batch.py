@@ -1,4 +1,4 @@
-"""Batches of a training job: token sequences as `[B T]` tables, their scores and advantages, and microbatches.
+"""Batches of a training job: token sequences as `[B T]` tables, their scores, and microbatches.
 
 The tables are laid out once per job. Log-probabilities of policy and reference, then advantages, are added to them.
 Letters: `N` sequences, `B` rows of a table, `T` tokens of a row.
@@ -14,20 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxft.core.advantages import (
-    estimate_advantages,
-    gae,
-    normalize_then_sum,
-    outcome_rewards,
-    reward_to_go,
-    step_advantages,
-    whiten,
-)
 from jaxft.core.packing import Packing, pack, plan_packing, plan_padding, segments, token_index
 from jaxft.core.sharding import to_host
 from jaxft.core.types import Batch, Scored
 from jaxft.rollout.sequences import TokenSequence
-from jaxft.training.config import DistillationConfig, LossConfig
+from jaxft.training.config import LossConfig
 
 RECORDED = {
     "tokens": np.int32,
@@ -206,9 +197,9 @@ class BatchPlanner:
         done = 0
         while done < len(row_lengths):
             width = padded_width(row_lengths[done])
-            heights = self.heights(width)
-            left = -(-(len(row_lengths) - done) // heights[-1]) * heights[-1]
-            rows = next(height for height in heights if height <= left)
+            buckets = self.row_buckets(width)
+            left = -(-(len(row_lengths) - done) // buckets[-1]) * buckets[-1]
+            rows = next(bucket for bucket in buckets if bucket <= left)
             shapes.append((rows, width))
             done += rows
         return tuple(shapes)
@@ -225,12 +216,12 @@ class BatchPlanner:
         has_room = wide * self.row_shards <= self.microbatch_tokens  # a microbatch has a row for each shard of the mesh
         return [narrow, wide] if self.packed and narrow < wide and has_room else [narrow]
 
-    def heights(self, width: int) -> list[int]:
+    def row_buckets(self, width: int) -> list[int]:
         """Return the allowed numbers of rows at this width: the maximum, and a quarter of it for what is left.
 
         Each is a program per width, which takes longer to compile than a few empty rows to compute.
 
-        >>> [BatchPlanner(1000).heights(width) for width in (16, 96, 4096)]
+        >>> [BatchPlanner(1000).row_buckets(width) for width in (16, 96, 4096)]
         [[32, 8], [8, 2], [1]]
         """
         unit = math.lcm(2 if self.pairs else 1, self.row_shards)
@@ -241,7 +232,7 @@ class BatchPlanner:
     def all_shapes(self, longest: int) -> Shapes:
         """Return every microbatch shape that sequences of up to `longest` tokens can lead to."""
         widths = {width for tokens in range(1, longest + 1) for width in self.widths(tokens)}
-        return tuple((rows, width) for width in sorted(widths) for rows in self.heights(width))
+        return tuple((rows, width) for width in sorted(widths) for rows in self.row_buckets(width))
 
 
 def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
@@ -323,134 +314,6 @@ def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
         return scores
 
     return jax.tree.map(joined, *to_host(scored))
-
-
-def compute_advantages(
-    job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
-) -> tuple[TrainingBatch, dict[str, float]]:
-    """Add `advantages` to a job's batch; return it with metrics of groups without any, of KL in the reward and teacher.
-
-    Ppo also gets `returns`, and losses averaged over trajectories get `trajectory_tokens`. Arithmetic is float64, and
-    sums over tokens follow the order of the sequences, so that packed and padded jobs give equal bits.
-
-    Args:
-        job: the job, with `old_logprobs` and `ref_logprobs` for a KL in the reward, and with `old_values` and
-            `bootstrap_values` for ppo.
-        credit: rewards of the job's trajectories.
-        loss: sets the estimator, the discounts and the KL in the reward.
-    """
-    trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
-    mask = np.asarray(job.batch.completion_mask)[job.tokens]
-    k1 = np.zeros(len(mask))
-    if loss.kl_weight and loss.kl == "k1_in_reward":
-        scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
-        old, ref = (np.asarray(table, np.float64)[job.tokens] for table in scores)
-        k1 = np.where(mask, old - ref, 0.0)
-        trained = k1[mask]
-        metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
-    computed: dict[str, np.ndarray] = {}
-    if loss.estimator in ("gae", "reinforce_pp"):
-        computed = _advantages_per_token(job, credit, mask, k1, loss)
-    else:
-        computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
-        if credit.step_rewards is not None:  # one of the two is 0, as its rewards are NaN
-            computed["advantages"] += _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
-    if loss.distillation is not None:
-        computed["advantages"], of_teacher = _distilled(job, computed["advantages"], mask, loss.distillation)
-        metrics |= of_teacher
-    if loss.averaged_over == "trajectories":
-        computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
-    if loss.distillation is None or loss.distillation.is_sampled:  # in the loss, a teacher teaches every group
-        telling = credit.group_ids[trajectories[mask & (computed["advantages"] != 0)]]
-        metrics["no_signal_groups"] = np.unique(credit.group_ids).size - np.unique(telling).size
-    tables: dict[str, Any] = {}
-    for name, values in computed.items():
-        tables[name] = np.zeros(job.turns.shape, np.float32)
-        tables[name][job.tokens] = values
-    return job._replace(batch=job.batch._replace(**tables)), metrics
-
-
-def _distilled(
-    job: TrainingBatch, advantages: np.ndarray, mask: np.ndarray, distillation: DistillationConfig
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Weigh the advantages of all tokens, and add what the teacher thinks of them; return metrics of that.
-
-    The expectation of `log q - log p` times the gradient of `log p`, over tokens that `p` draws, is the negative
-    gradient of `KL(p || q)` of the next token (the single-step part of the gradient in arXiv 2306.08543).
-    """
-    coef = distillation.reward_coef
-    weighed = coef * advantages if coef else np.zeros(len(mask))  # also where an advantage is NaN
-    if job.teacher_logprobs is None:
-        return weighed, {}
-    gap = (np.asarray(table, np.float64)[job.tokens] for table in (job.teacher_logprobs, job.batch.sampler_logprobs))
-    gain = np.where(mask, np.subtract(*gap), 0.0)
-    return weighed + gain, {"teacher_divergence": float(-gain[mask].mean())}
-
-
-def _advantages_per_step(
-    job: TrainingBatch, step_rewards: np.ndarray, group_ids: np.ndarray, k1: np.ndarray, loss: LossConfig
-) -> np.ndarray:
-    turns, trajectories = job.turns[job.tokens], job.trajectories[job.places[0]]
-    has_turn, steps = (turns >= 0) & ~np.isnan(step_rewards).all(axis=1)[trajectories], step_rewards.copy()
-    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
-    advantages = np.zeros(len(turns))
-    per_step = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
-    advantages[has_turn] = per_step[trajectories[has_turn], turns[has_turn]]
-    return advantages
-
-
-def _advantages_per_trajectory(
-    job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig
-) -> np.ndarray:
-    if credit.named_rewards is not None and loss.reward_weights is not None:
-        weights = list(loss.reward_weights.values())
-        return np.asarray(normalize_then_sum(credit.named_rewards, credit.group_ids, weights))
-    divergence = np.zeros(len(credit.rewards))
-    np.add.at(divergence, job.trajectories, [span.sum() for span in _split(job, k1)])
-    rewards = credit.rewards - loss.kl_weight * divergence
-    return np.asarray(estimate_advantages(rewards, credit.group_ids, loss.estimator))
-
-
-def _advantages_per_token(
-    job: TrainingBatch, credit: CollectedRewards, mask: np.ndarray, k1: np.ndarray, loss: LossConfig
-) -> dict[str, np.ndarray]:
-    """Return the whitened advantage, and for GAE the return, of every token, sequence by sequence."""
-
-    def rows(values: np.ndarray) -> np.ndarray:
-        table = np.zeros((len(job.trajectories), job.packing.lengths.max()), values.dtype)
-        table[job.places] = values
-        return table
-
-    trained = rows(mask)
-    rewards = np.asarray(outcome_rewards(np.nan_to_num(credit.rewards)[job.trajectories], trained))
-    if credit.step_rewards is not None:
-        turns, steps = _split(job, job.turns[job.tokens]), credit.step_rewards[job.trajectories]
-        rewards += rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
-    rewards, found = rewards - loss.kl_weight * rows(k1), {}
-    if loss.estimator == "reinforce_pp":
-        advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
-    else:
-        values, behind = rows(np.asarray(job.batch.old_values)[job.tokens]), job.bootstrap_values
-        advantages, returns = gae(
-            rewards, values, trained, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=behind
-        )
-        found["returns"] = np.asarray(returns)[job.places]
-    return {"advantages": np.asarray(whiten(advantages, trained))[job.places], **found}
-
-
-def _split(job: TrainingBatch, values: np.ndarray) -> list[np.ndarray]:
-    """Split values of all tokens into one array per sequence."""
-    return np.split(values, np.cumsum(job.packing.lengths)[:-1])
-
-
-def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Put each turn's reward on its last token; a turn of another row rewards the latest earlier turn of this one."""
-    own, rewards = np.unique(turns[turns >= 0]), np.zeros(len(turns))
-    for turn in np.flatnonzero(~np.isnan(steps)):
-        before = own[own <= turn]
-        if before.size:
-            rewards[np.flatnonzero(turns == before[-1])[-1]] += steps[turn]
-    return rewards
 
 
 def with_signal(job: TrainingBatch, planner: BatchPlanner) -> tuple[TrainingBatch, int]:

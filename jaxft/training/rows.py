@@ -1,4 +1,4 @@
-"""Training rows and rewards of a job, made from its trajectories; everything left out is counted in the metrics.
+"""Training rows of a job, made from its trajectories; everything left out is counted in the metrics.
 
 `gather_rows` serves the policy losses, `gather_pairs` dpo and `gather_examples` sft. Rows that a loss cannot use raise
 an error that names the episode.
@@ -12,18 +12,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.core.advantages import soft_overlong_punishment, weighted_sum
 from jaxft.errors import NothingToTrain, TrajectoryError
-from jaxft.harness.curriculum import GroupReward
 from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
 from jaxft.rollout.calls import call_of
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence, token_sequences
 from jaxft.training.batch import RECORDED, CollectedRewards, Row
-from jaxft.training.config import LossConfig
 
 
-class Sampled(NamedTuple):
+class TokenRecords(NamedTuple):
     """Sampling records of the trained tokens of a job, one entry per token.
 
     Attributes:
@@ -43,10 +40,10 @@ HOW_TO_REWARD = (
 )
 """Advice for a job without a usable reward."""
 
-NOTHING_SAMPLED = Sampled(*np.zeros((3, 0)))
+NOTHING_SAMPLED = TokenRecords(*np.zeros((3, 0)))
 
 
-class Gathered(NamedTuple):
+class JobRows(NamedTuple):
     """The rows of a job, with their groups and metrics.
 
     Attributes:
@@ -59,7 +56,7 @@ class Gathered(NamedTuple):
     rows: list[Row]
     groups: list[list[Trajectory]]
     metrics: dict[str, float]
-    sampled: Sampled
+    sampled: TokenRecords
 
     def staleness(self, policy_version: int, max_staleness: int = 0) -> dict[str, float]:
         """Return metrics of the versions that sampled the trained tokens; empty for dpo and sft.
@@ -98,7 +95,7 @@ class Gathered(NamedTuple):
         )
 
 
-def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: bool) -> Gathered:
+def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: bool) -> JobRows:
     """Return the rows of the scorable trajectories for a policy loss, by (example, generation).
 
     Args:
@@ -151,12 +148,12 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
     }
     masks = [np.array(row.sequence.completion_mask) for row in rows]
     kept_mass = [np.array(row.sequence.sampler_logprobs) - row.sequence.behavior_logprobs for row in rows]
-    sampled = Sampled(
+    sampled = TokenRecords(
         np.concatenate([log_mass[mask] for log_mass, mask in zip(kept_mass, masks, strict=True)]),
         np.concatenate([np.array(row.sequence.policy_versions)[mask] for row, mask in zip(rows, masks, strict=True)]),
         np.repeat([row.trajectory for row in rows], [mask.sum() for mask in masks]),
     )
-    return Gathered(rows, groups, metrics, sampled)
+    return JobRows(rows, groups, metrics, sampled)
 
 
 def with_recorded_sequences(trajectory: Trajectory) -> Trajectory:
@@ -176,7 +173,7 @@ def sort_trajectories(group: Iterable[Trajectory]) -> list[Trajectory]:
     return sorted(group, key=lambda trajectory: trajectory.generation or 0)
 
 
-def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: str | None = None) -> Gathered:
+def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: str | None = None) -> JobRows:
     """Return two rows per pair for dpo, the chosen one first.
 
     Args:
@@ -217,12 +214,12 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
         "pair_reward_mean": sum(rewards) / len(rewards),
         "trained_tokens": sum(sum(row.sequence.completion_mask) for row in rows),
     }
-    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
+    return JobRows(rows, [], metrics, NOTHING_SAMPLED)
 
 
 def gather_examples(
     collection: TrajectoryCollection, template: ChatTemplate, min_reward: float | None, llm: str | None = None
-) -> Gathered:
+) -> JobRows:
     """Return the rows of the trajectories that sft imitates.
 
     Args:
@@ -260,179 +257,7 @@ def gather_examples(
         "foreign_sequences": foreign,
         "trained_tokens": trained_tokens,
     }
-    return Gathered(rows, [], metrics, NOTHING_SAMPLED)
-
-
-# --- Rewards.
-
-
-def with_usable_rewards(
-    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, unusable: str = "unscorable"
-) -> list[list[Trajectory]]:
-    """Return the groups with `scorable=False` for trajectories without a usable weighted reward.
-
-    A weighted reward that is missing, None or NaN does not judge the trajectory. If none is left, or one is infinite,
-    the trajectory has no usable one. If it has a reward but empty `named_rewards`, its builder set that reward in place
-    of the evaluator. It then stands for the weighted sum, except with `normalize_then_sum`, which needs named rewards.
-
-    Args:
-        unusable: `finetuning.reward_function.unusable`; `zero` replaces rewards that are not usable by 0.
-
-    Raises:
-        TrajectoryError: no trajectory has some name; or one has no usable reward, and `unusable` is `error`.
-    """
-    names = list(loss.reward_weights or {})
-    known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
-    has_scores = any(t.scorable and t.named_rewards != {} for group in groups for t in group)
-    missing = [name for name in names if name not in known]
-    if missing and has_scores:
-        there = ", ".join(sorted(known)) or "no named rewards"
-        raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
-
-    def checked(trajectory: Trajectory) -> Trajectory:
-        rewards = _named(trajectory, names)
-        is_none_given = all(map(math.isnan, rewards))
-        lacking = [name for name, reward in zip(names, rewards, strict=True) if is_none_given or math.isinf(reward)]
-        if not lacking or not trajectory.scorable or _is_priced(trajectory, loss):
-            return trajectory
-        if unusable == "error":
-            raise TrajectoryError(
-                f"{name_of(trajectory)}: reward_weights names {', '.join(lacking)}, for which its evaluator gave no "
-                "finite number: mend the evaluator, or set finetuning.reward_function.unusable to unscorable or zero"
-            )
-        if unusable == "zero":
-            zeros = dict.fromkeys(lacking, 0.0)
-            return trajectory.model_copy(update={"named_rewards": {**(trajectory.named_rewards or {}), **zeros}})
-        return trajectory.model_copy(update={"scorable": False})
-
-    return [[checked(trajectory) for trajectory in group] for group in groups]
-
-
-def collect_rewards(
-    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
-) -> CollectedRewards:
-    """Return the rewards of these groups as arrays, with the weights and the length penalty of the configuration.
-
-    The length penalty counts answers of the language model `llm` only; None counts those of all.
-
-    Raises:
-        TrajectoryError: a group with shaped rewards has sequences without `turns`.
-    """
-    trajectories = [trajectory for group in groups for trajectory in group]
-    group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
-    rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
-    named, metrics = None, {}
-    if loss.reward_weights is not None:
-        table = np.array([_named(trajectory, loss.reward_weights) for trajectory in trajectories])
-        weights = list(loss.reward_weights.values())
-        if loss.multi_objective_aggregation == "normalize_then_sum":
-            named = table
-        is_priced = np.array([_is_priced(trajectory, loss) for trajectory in trajectories])
-        rewards = np.where(is_priced, rewards, weighted_sum(table, weights))
-    steps = _step_table(groups, rewards)
-    if loss.overlong_buffer_tokens is not None and loss.max_completion_tokens is not None:
-        lengths = [
-            sum(sum(row.completion_mask) for row in trajectory.sequences or () if llm is None or row.llm in (None, llm))
-            for trajectory in trajectories
-        ]
-        penalty = soft_overlong_punishment(np.array(lengths), loss.max_completion_tokens, loss.overlong_buffer_tokens)
-        rewards = rewards + penalty
-        if steps is not None:  # the last step determines the length, so it takes the penalty
-            last = np.maximum((~np.isnan(steps)).sum(axis=1) - 1, 0)
-            steps[np.arange(len(steps)), last] += penalty
-        metrics["overlong_penalty_mean"] = float(penalty.mean()) if len(penalty) else 0.0
-    if steps is not None:
-        has_steps = ~np.isnan(steps).all(axis=1)
-        rewards[has_steps] = np.nan
-        if named is not None:
-            named[has_steps] = np.nan
-    collected = CollectedRewards(rewards, group_ids, named, steps, metrics)
-    if loss.reward_weights is not None or loss.overlong_buffer_tokens is not None or steps is not None:
-        trained = _rewards_to_go(collected, loss)[:, 0]
-        if (known := trained[~np.isnan(trained)]).size:
-            found = {"mean": known.mean(), "min": known.min(), "max": known.max()}
-            metrics |= {f"trained_reward_{name}": float(value) for name, value in found.items()}
-    return collected
-
-
-def group_rewards(
-    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
-) -> list[GroupReward]:
-    """Return mean and difference of the rewards that the loss compares in each group; 0 without a usable reward.
-
-    These are weighted sums after the length penalty or, with step rewards, rewards to go. The difference is the largest
-    of any turn and, with `normalize_then_sum`, of any weighted reward.
-    """
-    groups = [[with_recorded_sequences(trajectory) for trajectory in group] for group in groups]
-    collected = collect_rewards(groups, loss, llm)
-    compared = to_go = _rewards_to_go(collected, loss)
-    if collected.named_rewards is not None and loss.reward_weights is not None:
-        compared = np.hstack([to_go, collected.named_rewards * list(loss.reward_weights.values())])
-    measured = []
-    for number in range(len(groups)):
-        members = collected.group_ids == number
-        columns = [column[~np.isnan(column)] for column in (to_go[members, 0], *compared[members].T)]
-        known = columns[0].tolist() or [0.0]
-        diff = max(float(np.ptp(column)) if column.size else 0.0 for column in columns)
-        measured.append(GroupReward(sum(known) / len(known), diff))
-    return measured
-
-
-def _rewards_to_go(collected: CollectedRewards, loss: LossConfig) -> np.ndarray:
-    """Return the rewards `[trajectory, turn]` from each turn on; an outcome stands at the first turn. NaN elsewhere."""
-    if collected.step_rewards is None:
-        return collected.rewards[:, None]
-    gamma = 1.0 if loss.estimator in ("gae", "reinforce_pp") else loss.gamma  # they discount by the token
-    turns = np.arange(collected.step_rewards.shape[1])
-    discounts = np.tril(gamma ** np.maximum(np.subtract.outer(turns, turns), 0))
-    has_turn = ~np.isnan(collected.step_rewards)
-    to_go = np.where(has_turn, np.nan_to_num(collected.step_rewards) @ discounts, np.nan)
-    to_go[:, 0] = np.where(has_turn[:, 0], to_go[:, 0], collected.rewards)
-    return to_go
-
-
-def _is_priced(trajectory: Trajectory, loss: LossConfig) -> bool:
-    """True if the builder set the reward of a trajectory, which then stands for the weighted sum of named rewards."""
-    return (
-        trajectory.scorable
-        and trajectory.named_rewards == {}
-        and loss.multi_objective_aggregation == "sum_then_normalize"
-    )
-
-
-def _named(trajectory: Trajectory, names: Iterable[str]) -> list[float]:
-    """Return the rewards of these names; NaN for those that do not judge the trajectory, or if it is not scorable."""
-    given = (trajectory.named_rewards or {}) if trajectory.scorable else {}
-    return [math.nan if (reward := given.get(name)) is None else reward for name in names]
-
-
-def _step_table(groups: Sequence[Sequence[Trajectory]], outcomes: np.ndarray) -> np.ndarray | None:
-    """Return the rewards `[trajectory, turn]` of the groups that have step rewards; None if no group has any.
-
-    A trajectory without any in such a group has its outcome at its last turn. Rows of other groups are NaN.
-    """
-    steps: list[list[float]] = []
-    for group in groups:
-        has_steps = any(trajectory.scorable and trajectory.shaped_rewards for trajectory in group)
-        for trajectory in group:
-            if not (has_steps and trajectory.scorable):
-                steps.append([])
-                continue
-            sequences = trajectory.sequences or ()
-            if any(len(sequence.turns) != len(sequence.tokens) for sequence in sequences):
-                raise TrajectoryError(
-                    f"{name_of(trajectory)}: with shaped_rewards in a group every sequence has to say which turn each "
-                    "token belongs to (turns)"
-                )
-            last = max((max(sequence.turns, default=-1) for sequence in sequences), default=-1)
-            outcome = [*[0.0] * last, float(outcomes[len(steps)])] if last >= 0 else []
-            steps.append(trajectory.shaped_rewards or outcome)
-    if not any(steps):
-        return None
-    table = np.full((len(steps), max(map(len, steps))), np.nan)
-    for row, of_trajectory in zip(table, steps, strict=True):
-        row[: len(of_trajectory)] = of_trajectory
-    return table
+    return JobRows(rows, [], metrics, NOTHING_SAMPLED)
 
 
 # --- Checks; each raises a `TrajectoryError` that names the episode.
@@ -579,7 +404,7 @@ def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_l
     )
 
 
-def digests_of(data: Gathered, rewards: CollectedRewards | None) -> dict[str, list[str]]:
+def digests_of(data: JobRows, rewards: CollectedRewards | None) -> dict[str, list[str]]:
     """Return a digest of each row of a job and of each trajectory's rewards, to compare them between processes."""
     rows = [
         _digest(

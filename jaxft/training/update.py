@@ -1,4 +1,4 @@
-"""Loss, optimizer, learning-rate schedule and jitted update, made from their configurations."""
+"""Loss, optimizer, learning-rate schedule and jitted update of a configuration, and the metrics of several updates."""
 
 from functools import cache, partial
 from typing import Any
@@ -16,6 +16,19 @@ from jaxft.core.sharding import constrain
 from jaxft.core.types import Model
 from jaxft.core.update import LossFn, Update, make_update
 from jaxft.training.config import LossConfig, OptimizerConfig
+
+COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
+"""Metrics summed over the updates of a job; all others are averaged, or maximised if the name ends in `_max`."""
+
+AVERAGED_OVER = {
+    "sampler_disagreement_fraction": "sequences",
+    **dict.fromkeys(
+        ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_nll"), "pairs"
+    ),
+    **dict.fromkeys(("grad_norm", "batch_rows"), "updates"),
+}
+"""The count of `TrainingBatch.counts` that weights a metric in the mean over updates; `LossConfig.averaged_over` for
+the loss, `tokens` for all other metrics."""
 
 
 def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher: Model | None = None) -> LossFn:
@@ -142,3 +155,49 @@ scored = jax.jit(score_batch, static_argnums=0)
 
 def _is_own(metrics: Metrics, max_fraction: float) -> Bool[Array, ""]:
     return metrics["sampler_disagreement_fraction"] <= max_fraction
+
+
+def with_sample_size(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Replace the means of the correction's ratio and of its square by `effective_sample_fraction`, if there are any.
+
+    That is the effective sample size of the importance weights as a fraction of the trained tokens (Kong 1992): 1 if
+    the sampler is the policy.
+
+    >>> with_sample_size({"loss": 1.0, "sampler_ratio_mean": 1.0, "sampler_ratio_square_mean": 2.0})
+    {'loss': 1.0, 'effective_sample_fraction': 0.5}
+    """
+    left = dict(metrics)
+    mean, square = left.pop("sampler_ratio_mean", None), left.pop("sampler_ratio_square_mean", None)
+    if mean is None or square is None:
+        return left
+    return left | {"effective_sample_fraction": float(mean) ** 2 / float(square) if square else 0.0}
+
+
+def merge_metrics(
+    history: list[dict[str, Any]], counts: list[dict[str, int]], averaged_over: dict[str, str]
+) -> dict[str, float]:
+    """Merge the metrics of a job's updates; each mean is weighted by the number of items that it averages.
+
+    Args:
+        history: metrics of each update.
+        counts: `TrainingBatch.counts` of each update.
+        averaged_over: name of the count that weights a metric, by metric; `tokens` for metrics that it lacks.
+
+    >>> first = {"kl": 1.0, "kl_max": 2.0, "applied_updates": 1.0}
+    >>> second = {"kl": 4.0, "kl_max": 1.0, "applied_updates": 1.0}
+    >>> merge_metrics([first, second], [{"tokens": 2}, {"tokens": 1}], {})
+    {'kl': 2.0, 'kl_max': 2.0, 'applied_updates': 2.0}
+    """
+    merged = {}
+    for name in history[0]:
+        values = [float(metrics[name]) for metrics in history]
+        if name in COUNTED:
+            merged[name] = sum(values)
+        elif name.endswith("_max"):
+            merged[name] = max(values)
+        else:
+            weights = [count[averaged_over.get(name, "tokens")] for count in counts]
+            # numpy's average would warn of a non-finite update.
+            total = sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+            merged[name] = total / max(sum(weights), 1)
+    return merged

@@ -216,7 +216,7 @@ def test_a_dry_run_shows_the_memory_of_a_policy(run_file, capsys, monkeypatch):
             "_type": "local_trainer_adapter", "llm": "policy", "microbatch_tokens": 384,
         }  # fmt: skip
 
-    monkeypatch.setattr("jaxft.shipped.memory_advice.device_mebibytes", lambda sharding: 1.0)
+    monkeypatch.setattr("jaxft.training.memory.device_mebibytes", lambda sharding: 1.0)
     assert main(["finetune", "--config-file", run_file(real), "--dry-run"]) == 1
     shown = capsys.readouterr()
     for purpose in ("parameters", "optimizer", "gradients", "update", "sampling weights", "sampling", "in all"):
@@ -233,7 +233,7 @@ def test_a_dry_run_says_when_the_directory_is_taken(run_file, tmp_path, capsys):
 
 
 def test_export_writes_a_model_in_another_dtype(tmp_path, policy, capsys):
-    model, params = policy.model, policy._params
+    model, params = policy.model, policy.weights.trained
     save_model(tmp_path / "run" / "model", model, params, tokenizer=policy.tokenizer)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert "parameters in bfloat16 written to" in capsys.readouterr().out

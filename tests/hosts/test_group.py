@@ -10,7 +10,7 @@ from jaxft.errors import HostsError
 from jaxft.hosts.group import ProcessGroup
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.batch import CollectedRewards, Row
-from jaxft.training.rows import NOTHING_SAMPLED, Gathered, digests_of
+from jaxft.training.rows import NOTHING_SAMPLED, JobRows, digests_of
 
 
 def each(stores, work):
@@ -135,7 +135,7 @@ def sequence(*tokens, sampler_logprobs=None):
 
 
 def gathered(*sequences):
-    return Gathered([Row(each, index) for index, each in enumerate(sequences)], [], {}, NOTHING_SAMPLED)
+    return JobRows([Row(each, index) for index, each in enumerate(sequences)], [], {}, NOTHING_SAMPLED)
 
 
 def test_digests_tell_which_row_or_reward_differs():

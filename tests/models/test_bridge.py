@@ -21,7 +21,7 @@ from jaxft.core.sharding import Sharding, make_mesh
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
 from jaxft.models.bridge import from_function, from_linen, from_nnx
-from jaxft.rollout.model_runner import ModelRunner, Piece, Row
+from jaxft.rollout.model_runner import ModelRunner, PrefillChunk, Row
 from jaxft.rollout.requests import Request
 
 VOCAB, WIDTH, PLACES = 11, 8, 64
@@ -120,8 +120,8 @@ def differences_on_mesh(make, sizes):
     pages = [slot % (8 // runner.row_shards) for slot in range(8)]
     requests = [Request((1 + slot, 2, 3), (0, 0, 0, 0, 0, slot), 9) for slot in range(8)]
     for slot, request in enumerate(requests):
-        piece = Piece(slot * runner.row_shards // 8, 0, request.prompt_ids[:-1], [pages[slot]])
-        runner.prefill(placed, [piece], runner.piece_width(2))
+        chunk = PrefillChunk(slot * runner.row_shards // 8, 0, request.prompt_ids[:-1], [pages[slot]])
+        runner.prefill(placed, [chunk], runner.chunk_width(2))
     runner.admit(placed, list(enumerate(requests)))
     rows = [Row(slot, [pages[slot]], 3) for slot in range(8)]
     decoded, _ = runner.read(runner.advance(placed, rows, 8, is_filtered=False))

@@ -12,7 +12,7 @@ from jaxft.files import verify_manifest
 from jaxft.models.config import LoraSpec
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_model
-from jaxft.models.model_card import Weights, card_of_copy, card_text, make_card
+from jaxft.models.model_card import SavedWeights, card_of_copy, card_text, make_card
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
 CARD = make_card("Small", "About it.\n\n## Training\n\nLong.", "Qwen/Qwen3-0.6B", "grpo")
@@ -21,10 +21,14 @@ CARD = make_card("Small", "About it.\n\n## Training\n\nLong.", "Qwen/Qwen3-0.6B"
 @pytest.mark.parametrize(
     ("weights", "library", "serving"),
     [
-        (Weights("bfloat16"), "transformers", "vllm serve PATH_OF_THIS_FOLDER\n"),
-        (Weights("bfloat16", LoraSpec(8, 16.0)), "peft", "vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 8 "),
+        (SavedWeights("bfloat16"), "transformers", "vllm serve PATH_OF_THIS_FOLDER\n"),
         (
-            Weights("bfloat16", LoraSpec(65, 16.0), has_base=True),
+            SavedWeights("bfloat16", LoraSpec(8, 16.0)),
+            "peft",
+            "vllm serve Qwen/Qwen3-0.6B --enable-lora --max-lora-rank 8 ",
+        ),
+        (
+            SavedWeights("bfloat16", LoraSpec(65, 16.0), has_base=True),
             "peft",
             "vllm serve PATH_OF_THIS_FOLDER/base --tokenizer PATH_OF_THIS_FOLDER --enable-lora --max-lora-rank 128 ",
         ),
@@ -45,17 +49,19 @@ def test_a_card_is_one_of_the_hub_and_says_how_to_load_the_weights(weights, libr
 
 
 def test_an_adapter_of_a_base_on_this_machine_says_that_its_path_is_private():
-    text = card_text(make_card("Small", "", None), Weights("float32", LoraSpec(8, 16.0)))
+    text = card_text(make_card("Small", "", None), SavedWeights("float32", LoraSpec(8, 16.0)))
     assert "base_model_name_or_path" in text and 'load_model("PATH_OF_THE_BASE", lora="PATH_OF_THIS_FOLDER")' in text
 
 
 def test_a_card_is_kept_by_copies_with_what_its_owner_added(tmp_path):
-    (tmp_path / "README.md").write_text(card_text(CARD, Weights("float32", LoraSpec(8, 16.0))))
-    assert card_text(card_of_copy(tmp_path, "unused"), Weights("float32")) == card_text(CARD, Weights("float32"))
+    (tmp_path / "README.md").write_text(card_text(CARD, SavedWeights("float32", LoraSpec(8, 16.0))))
+    assert card_text(card_of_copy(tmp_path, "unused"), SavedWeights("float32")) == card_text(
+        CARD, SavedWeights("float32")
+    )
 
     edited = (tmp_path / "README.md").read_text().replace("---\nbase", "---\nlicense: mit\nbase")
     (tmp_path / "README.md").write_text(edited.replace("Long.", "Longer."))
-    text = card_text(card_of_copy(tmp_path, "unused"), Weights("float32", is_merged=True))
+    text = card_text(card_of_copy(tmp_path, "unused"), SavedWeights("float32", is_merged=True))
     assert yaml.safe_load(text.split("---\n")[1])["license"] == "mit" and "Longer." in text and "are merged" in text
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jaxft
 from jaxft.core.logprobs import token_logprobs
-from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, Piece, Row, split_batch
+from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, PrefillChunk, Row, split_batch
 from jaxft.rollout.requests import Request
 
 SLOTS, CONTEXT, PAGES = 16, 192, 40
@@ -104,14 +104,14 @@ class Served:
         """Prefill a page of each prompt at a time, together, from its start on."""
         reached = list(starts or [0] * len(prompts))
         while any(start < len(prompt) - 1 for start, prompt in zip(reached, prompts, strict=True)):
-            pieces = []
+            chunks = []
             for index, (prompt, numbers) in enumerate(zip(prompts, pages, strict=True)):
                 tokens = prompt[reached[index] : min(reached[index] + 64, len(prompt) - 1)]
                 if tokens:
-                    pieces.append(Piece(0, reached[index], tokens, numbers))
+                    chunks.append(PrefillChunk(0, reached[index], tokens, numbers))
                     reached[index] += len(tokens)
-            for start in range(0, len(pieces), self.runner.piece_rows(64)):
-                self.runner.prefill(self.params, pieces[start : start + self.runner.piece_rows(64)], 64)
+            for start in range(0, len(chunks), self.runner.chunk_rows(64)):
+                self.runner.prefill(self.params, chunks[start : start + self.runner.chunk_rows(64)], 64)
 
     def decode(self, rows, num_steps, **options):
         """Decode rows, each with its slot, pages and request; return tokens and log-probabilities of each."""

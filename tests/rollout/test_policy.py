@@ -1,5 +1,4 @@
 import asyncio
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.requests import Request
+from jaxft.training.memory import policy_bytes
 
 REQUEST = Request(prompt_ids=(5, 6), key_ids=(0,), max_tokens=2)
 LORA = LoraSpec(2, 4.0, ("q_proj", "mlp/*"), False)
@@ -29,17 +29,6 @@ def copied(params):
 
 def double(params):
     return copied(jax.tree.map(lambda leaf: 2 * np.asarray(leaf), params)), "doubled"
-
-
-def test_temporaries_of_sampling_are_those_of_the_largest_program():
-    def engine(*sizes):
-        compiled = [SimpleNamespace(memory_analysis=lambda n=n: SimpleNamespace(temp_size_in_bytes=n)) for n in sizes]
-        lowered = {n: lambda each=each: SimpleNamespace(compile=lambda: each) for n, each in enumerate(compiled)}
-        return SimpleNamespace(sizes=len(sizes), programs=lambda shapes: lowered)
-
-    snapshots, relayout = {1: SimpleNamespace(engine=engine(5))}, SimpleNamespace(shapes=lambda params: params)
-    policy = SimpleNamespace(engine=engine(3, 7), snapshots=snapshots, relayout=relayout)
-    assert Policy.sampling_temporary_bytes(policy, {}) == 7
 
 
 def test_a_policy_whose_context_has_no_room_for_a_chat_is_healthy(make_scripted_policy):
@@ -135,7 +124,7 @@ def test_closing_frees_all_but_the_parameters(make_policy):
     async def main():
         params = await policy.read(lambda params: params)
         await policy.engine.submit(REQUEST)
-        await policy.hold_sampler()
+        await policy.pin_weights()
         for _ in range(2):
             await policy.update(lambda params: (policy.keep_snapshots(params), grow(params))[::-1])
             for engine in (policy.engine, policy.snapshots["opponent"].engine):
@@ -207,25 +196,28 @@ def test_a_snapshot_is_the_latest_version_that_is_a_multiple(make_policy):
     assert seen == [[version, version // 3 * 3, 0] for version in range(8)]
 
 
-def test_a_checkpoint_has_the_snapshots_that_the_held_weights_were_sampled_beside(make_policy):
+def test_a_checkpoint_has_the_snapshots_that_the_pinned_weights_were_sampled_beside(make_policy):
     """A validation releases the sampler before the checkpoint, and the snapshot follows, whichever multiples meet."""
     policy = make_policy()
     snapshots = [add_snapshot(policy, f"every {every}", every) for every in (1, 2, 3)]
-    first, replaced = embedding_sum(policy._params), 0
+    first, replaced = embedding_sum(policy.weights.trained), 0
     for version in range(6):
-        asyncio.run(policy.hold_sampler())
+        asyncio.run(policy.pin_weights())
         beside = [snapshot.version for snapshot in snapshots]
         assert beside == [version, version // 2 * 2, version // 3 * 3]
         train(policy)
         for is_validated in (False, True):
             if is_validated:
-                asyncio.run(policy.release_sampler())
+                asyncio.run(policy.release_weights())
+            values, arrays = policy.weights.saved(with_pinned=True)
+            newest, _ = policy.weights.saved(with_pinned=False)
             for snapshot, its_version in zip(snapshots, beside, strict=True):
-                state, params = snapshot.saved(beside_held=True)
-                assert (policy.held.version if state is None else state["version"]) == its_version
+                state = values["snapshots"][snapshot.name]
+                assert (values["held"] if state is None else state)["version"] == its_version
                 if state is not None:
+                    params = arrays["snapshots"][snapshot.name]
                     assert embedding_sum(params) == pytest.approx(first * 1.5**its_version, rel=1e-4)
-                replaced += snapshot.saved(beside_held=False)[0] != state
+                replaced += newest["snapshots"][snapshot.name] != state
     assert replaced == 5  # of every 2: after versions 1, 3, 5; of every 3: after 2 and 5
 
 
@@ -272,6 +264,10 @@ def test_a_lost_policy_has_no_snapshots(make_policy):
         asyncio.run(ChatClient(snapshot, "earlier").chat([{"role": "user", "content": "x?"}]))
 
 
+def assert_alike(like, arrays):
+    jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail("another layout"), like, arrays)
+
+
 @pytest.mark.parametrize(("compute_dtype", "lora"), [("bfloat16", None), ("bfloat16", LORA)])
 def test_a_snapshot_keeps_little_and_comes_back_in_another_dtype(make_policy, compute_dtype, lora):
     def make(dtype):
@@ -279,27 +275,32 @@ def test_a_snapshot_keeps_little_and_comes_back_in_another_dtype(make_policy, co
         policy = make_policy(model=model, params=params)
         return policy, add_snapshot(policy)
 
-    policy, snapshot = make(compute_dtype)
+    policy, _ = make(compute_dtype)
     train(policy)
-    state, kept = snapshot.saved(beside_held=False)
-    assert jax.tree.structure(kept) == jax.tree.structure(trainable(policy.model, policy._params))
+    values, arrays = policy.weights.saved(with_pinned=True)
+    state, kept = values["snapshots"]["earlier"], arrays["snapshots"]["earlier"]
+    assert jax.tree.structure(kept) == jax.tree.structure(trainable(policy.model, policy.weights.trained))
     dtype = "float32" if lora else compute_dtype
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(kept)} == {dtype} and state == {"version": 0, "dtype": dtype}
     kept_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
-    assert asyncio.run(policy.read(policy.sampling_bytes))["snapshots"] == kept_bytes
+    sizes = asyncio.run(policy.read(lambda params: policy_bytes(policy, params, are_pinned=False)))
+    assert sizes["snapshots"] == kept_bytes
 
     other, restored = make(None)
 
     def restore(params):
-        like = restored.arrays_like(state, params)
-        jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail("another layout"), like, kept)
-        restored.restore(state, kept)
+        assert_alike(other.weights.like(values, params), arrays)
+        assert other.weights.restore(values, arrays, params)
         return params
 
     asyncio.run(other.restore(restore, 1))
-    arrays = restored.saved(beside_held=False)[1]
-    assert restored.version == 0 and {str(leaf.dtype) for leaf in jax.tree.leaves(arrays)} == {"float32"}
-    jax.tree.map(np.testing.assert_array_equal, arrays, kept)
+    again = other.weights.beside["earlier"].params
+    assert restored.version == 0 and {str(leaf.dtype) for leaf in jax.tree.leaves(again)} == {"float32"}
+    jax.tree.map(np.testing.assert_array_equal, again, kept)
+
+
+def copied_arrays(values, arrays):
+    return values, copied(arrays)
 
 
 def ask(client, **options):
@@ -307,7 +308,7 @@ def ask(client, **options):
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_a_held_sampler_answers_as_before_whatever_is_trained(make_policy, lora):
+def test_pinned_weights_answer_as_before_whatever_is_trained(make_policy, lora):
     model, params = start(None, lora)
     policy = make_policy(model=model, params=params)
     snapshot = add_snapshot(policy, every=1)  # it would follow every job
@@ -320,7 +321,7 @@ def test_a_held_sampler_answers_as_before_whatever_is_trained(make_policy, lora)
         return grown, None
 
     before, before_earlier = ask(client), ask(earlier)
-    asyncio.run(policy.hold_sampler())
+    asyncio.run(policy.pin_weights())
     with counting_compiles() as compiles:
         for _ in range(2):
             asyncio.run(policy.update(job))
@@ -328,23 +329,24 @@ def test_a_held_sampler_answers_as_before_whatever_is_trained(make_policy, lora)
     assert (held.token_ids, held.logprobs, held.policy_version) == (before.token_ids, before.logprobs, 0)
     assert (held_earlier.logprobs, held_earlier.policy_version) == (before_earlier.logprobs, 0)
     assert not [name for name in compiles.names() if "advance" in name or "prefill" in name]
-    assert (policy.version, snapshot.version, policy.sampled_version) == (2, 0, 0)
+    assert (policy.version, snapshot.version, policy.weights.sampled_version()) == (2, 0, 0)
 
-    held_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.held.params))
+    pinned_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(policy.sampling_params()[0]))
     shared_bytes = 0 if lora is None else params["base"]["embed"].nbytes + params["base"]["final_norm"]["scale"].nbytes
-    assert asyncio.run(policy.read(policy.held_bytes)) == pytest.approx(held_bytes - shared_bytes, rel=0.02)
-    state, arrays = policy.held_state(), copied(policy.held_arrays())
-    asyncio.run(policy.release_sampler())
+    sizes = asyncio.run(policy.read(lambda params: policy_bytes(policy, params, are_pinned=True)))
+    assert sizes["held sampling weights"] == pytest.approx(pinned_bytes - shared_bytes, rel=0.02)
+    values, arrays = copied_arrays(*policy.weights.saved(with_pinned=True))
+    asyncio.run(policy.release_weights())
     newest = ask(client)
     assert newest.policy_version == 2 and newest.logprobs != before.logprobs
     assert ask(earlier).policy_version == snapshot.version == 2
 
     # A checkpoint holds them again; those of another mesh or dtype are not held.
     def restore(params):
-        like = policy.held_like(state, params)
-        jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or pytest.fail("other arrays"), like, arrays)
-        assert policy.restore_held(state, arrays, params)
-        assert lora is not None or not policy.restore_held({**state, "tensor_shards": 2}, arrays, params)
+        assert_alike(policy.weights.like(values, params), arrays)
+        elsewhere = {**values, "held": {**values["held"], "tensor_shards": 2}}
+        assert lora is not None or not policy.weights.restore(elsewhere, arrays, params)
+        assert policy.weights.restore(values, arrays, params)
         return params
 
     asyncio.run(policy.restore(restore, 2))
@@ -355,7 +357,7 @@ def test_a_held_sampler_answers_as_before_whatever_is_trained(make_policy, lora)
 def test_requests_are_answered_while_a_job_pauses(make_policy):
     policy = make_policy()
     client = ChatClient(policy, "policy")
-    asyncio.run(policy.hold_sampler())
+    asyncio.run(policy.pin_weights())
     before, during = ask(client), []
 
     async def main():
@@ -378,7 +380,7 @@ def test_requests_go_on_with_new_weights_and_tell_the_version_of_each_token(make
     policy, versions = make_policy(stop_ids=()), []
 
     async def main():
-        await policy.hold_sampler()
+        await policy.pin_weights()
         asking = asyncio.ensure_future(
             policy.engine.submit(
                 Request(prompt_ids=(1, 2, 3), key_ids=(0,) * 6, max_tokens=64),
@@ -388,7 +390,7 @@ def test_requests_go_on_with_new_weights_and_tell_the_version_of_each_token(make
         while not versions:
             await asyncio.sleep(0)
         await policy.update(double)
-        await policy.hold_sampler(finishes_requests=False)
+        await policy.pin_weights(finishes_requests=False)
         return await asking
 
     completion = asyncio.run(main())

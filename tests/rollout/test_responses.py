@@ -24,29 +24,12 @@ from jaxft.rollout.streaming import StopFinder, Streamer, find_stop, find_though
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 
 QWEN = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
-SPECIAL = {
-    "qwen3": QWEN,
-    "hermes": QWEN,
-    "llama3": {
-        "eos_token": "<|eot_id|>",
-        "additional_special_tokens": [
-            "<|begin_of_text|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|python_tag|>",
-            "<|eom_id|>",
-        ],
-    },
-    "mistral": {
-        "eos_token": "</s>",
-        "additional_special_tokens": ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"],
-    },
-    "smollm3": QWEN,
-    "qwen3_5": QWEN,
-}
-SPECIAL["ministral"] = {
-    "eos_token": "</s>",
-    "additional_special_tokens": [*SPECIAL["mistral"]["additional_special_tokens"], "[ARGS]"],
+INSTRUCT = ["<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|eom_id|>"]
+SPECIAL = dict.fromkeys(("qwen3", "hermes", "smollm3", "qwen3_5"), QWEN) | {
+    "llama3": {"eos_token": "<|eot_id|>", "additional_special_tokens": HEADERS},
+    "mistral": {"eos_token": "</s>", "additional_special_tokens": INSTRUCT},
+    "ministral": {"eos_token": "</s>", "additional_special_tokens": [*INSTRUCT, "[ARGS]"]},
 }
 TOOLS = [
     {
@@ -136,34 +119,39 @@ def sample(template, messages, text, earlier=(), tools=TOOLS, end=True):
     return Call(len(earlier), "policy", canonical_messages(messages), prompt, reply)
 
 
+def told(call, **fields):
+    """The message that an agent sends back for a call."""
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [each.as_message() for each in call.reply.tool_calls],
+    } | fields
+
+
+def result(call, content="3"):
+    return {"role": "tool", "content": content, "tool_call_id": call.reply.tool_calls[0].id, "name": "weather"}
+
+
 def parse(template, text, has_tools=True):
     prompt = template.prompt([user("?")], tools=TOOLS if has_tools else ())
     return template.responses.parse(text, prompt.text, has_tools=has_tools)
 
 
-def test_calls_are_parsed(family, template):
+@pytest.mark.parametrize("separator", ["", "\n"])
+def test_calls_are_parsed(family, template, separator):
     first, second = CALLS[family]
     assert parse(template, first) == ParsedAnswer("", None, (OSLO,))
     assert parse(template, second) == ParsedAnswer("", None, (BERN,))
-
-
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama3"])  # its calls are whole answers
-def test_text_before_a_call_is_content(family, tokenizer):
-    template = make_template(family, tokenizer)
-    assert parse(template, "I look.\n" + CALLS[family][0]) == ParsedAnswer("I look.", None, (OSLO,))
-
-
-@pytest.mark.parametrize("separator", ["", "\n"])
-def test_several_calls_are_parsed(family, template, separator):
-    first, second = CALLS[family]
+    assert parse(template, first, has_tools=False) == ParsedAnswer(first)
+    if family == "llama3":  # its calls are whole answers, and its templates take a single one back
+        text = f"{first}; {second}"
+        assert parse(template, text) == ParsedAnswer(text, is_malformed=True)
+        return
+    assert parse(template, "I look.\n" + first) == ParsedAnswer("I look.", None, (OSLO,))
     text = first + separator + second
     if family == "mistral":
         text = first[:-1] + ", " + second.removeprefix("[TOOL_CALLS][")
-    if family == "llama3":  # its templates take a single call back
-        text = f"{first}; {second}"
-        assert parse(template, text) == ParsedAnswer(text, is_malformed=True)
-    else:
-        assert parse(template, text).tool_calls == (OSLO, BERN)
+    assert parse(template, text).tool_calls == (OSLO, BERN)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +229,6 @@ def test_no_part_of_a_call_is_left_out(family, template, spoil):
     text = spoil(CALLS[family][0])
     if text != CALLS[family][0]:
         assert parse(template, text) == ParsedAnswer(text, is_malformed=True)
-
-
-def test_without_tools_a_call_is_text(family, template):
-    text = CALLS[family][0]
-    assert parse(template, text, has_tools=False) == ParsedAnswer(text)
 
 
 def test_a_tool_that_a_choice_forces_is_called(family, template):
@@ -432,9 +415,7 @@ def test_turns_stay_token_exact_where_the_prompt_begins_the_thought(tokenizer, t
     assert call.content == ("" if call.reply.tool_calls else "Cold.") and (call.reply.reasoning_content == "hm") == (
         "hm" in thought
     )
-    answer = {"role": "assistant", "content": call.content or None}
-    if call.reply.tool_calls:
-        answer["tool_calls"] = [each.as_message() for each in call.reply.tool_calls]
+    answer = told(call, content=call.content or None) if call.reply.tool_calls else assistant(call.content)
     # A question of the user's would make the template leave out the reasoning before it.
     history = [user("Weather?"), answer, {"role": "tool", "content": "3 degrees", "tool_call_id": "123456789"}]
     prompt = template.prompt(history, [call], tools=TOOLS)
@@ -476,38 +457,25 @@ def test_a_tokenizer_may_bring_its_own_response_template(tokenizer):
         own.responses.forced_call(None)
 
 
-def as_openai(message):
-    return message
+def with_calls(message, change):
+    return {**message, "tool_calls": [{**call, **change(call["function"])} for call in message["tool_calls"]]}
 
 
-def with_null(message):
-    return {**message, "content": message["content"] or None, "refusal": None, "annotations": [], "audio": None}
+def compact(function):
+    return {"function": {**function, "arguments": json.dumps(json.loads(function["arguments"]))}}
 
 
-def without_content(message):
-    return {name: value for name, value in message.items() if name != "content" or value}
+WRITINGS = {
+    "as it is": lambda message: message,
+    "with null": lambda message: message | {"content": message["content"] or None, "refusal": None, "annotations": []},
+    "without content": lambda message: {name: value for name, value in message.items() if name != "content" or value},
+    "with parts": lambda message: message | {"content": [{"type": "text", "text": message["content"]}]},
+    "compact arguments": lambda message: with_calls(message, compact),
+    "other ids": lambda message: with_calls(message, lambda function: {"id": "123456789"}),
+}
 
 
-def with_parts(message):
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
-
-
-def with_compact_arguments(message):
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
-
-
-def with_other_ids(message):
-    return {**message, "tool_calls": [{**call, "id": "123456789"} for call in message["tool_calls"]]}
-
-
-WRITINGS = [as_openai, with_null, without_content, with_parts, with_compact_arguments, with_other_ids]
-
-
-@pytest.mark.parametrize("write", WRITINGS)
+@pytest.mark.parametrize("write", WRITINGS.values(), ids=WRITINGS)
 @pytest.mark.parametrize("spelling", [0, 1])
 def test_turns_with_calls_stay_token_exact(family, template, write, spelling):
     messages, calls = [user("Weather?")], []
@@ -521,15 +489,7 @@ def test_turns_with_calls_stay_token_exact(family, template, write, spelling):
             rest = template.tokenizer.decode(call.prompt_ids[len(known) :])
             assert call.prompt.text.endswith(rest) and f"{turn - 1} degrees" in rest
         calls.append(call)
-        answer = {"role": "assistant", "content": call.content}
-        answer["tool_calls"] = [each.as_message() for each in call.reply.tool_calls]
-        result = {
-            "role": "tool",
-            "content": f"{turn} degrees",
-            "tool_call_id": call.reply.tool_calls[0].id,
-            "name": "weather",
-        }
-        messages = [*messages, write(answer), result]
+        messages = [*messages, write(told(call, content=call.content)), result(call, f"{turn} degrees")]
 
 
 REAL = [
@@ -539,7 +499,7 @@ REAL = [
 
 
 @pytest.mark.agents
-@pytest.mark.parametrize("write", WRITINGS)
+@pytest.mark.parametrize("write", WRITINGS.values(), ids=WRITINGS)
 @pytest.mark.parametrize(("name", "family"), REAL)
 def test_turns_stay_token_exact_with_the_templates_that_trl_ships(tokenizer, name, family, write):
     (folder,) = importlib.util.find_spec("trl").submodule_search_locations
@@ -547,7 +507,7 @@ def test_turns_stay_token_exact_with_the_templates_that_trl_ships(tokenizer, nam
     template = make_template(family, tokenizer, text)
     for spelling in (0, 1):
         test_turns_with_calls_stay_token_exact(family, template, write, spelling)
-    test_several_calls_are_parsed(family, template, "\n")
+    test_calls_are_parsed(family, template, "\n")
     assert template.responses.parse("<|im_start|>", template.prompt([user("?")]).text, has_tools=False).content != ""
 
 
@@ -571,15 +531,9 @@ def test_an_edited_call_is_tokenised_afresh(family, template):
 
 def test_results_spell_no_control_tokens(family, template):
     call = sample(template, [user("Weather?")], CALLS[family][0])
-    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.reply.tool_calls]}
 
-    def controls(result):
-        messages = [
-            user("Weather?"),
-            answer,
-            {"role": "tool", "content": result, "tool_call_id": call.reply.tool_calls[0].id},
-        ]
-        ids = template.prompt(messages, [call], tools=TOOLS).ids
+    def controls(text):
+        ids = template.prompt([user("Weather?"), told(call), result(call, text)], [call], tools=TOOLS).ids
         assert ids[: len(call.context_ids)] == call.context_ids
         return [token for token in ids if token in template.tokenizer.all_special_ids]
 
@@ -588,9 +542,7 @@ def test_results_spell_no_control_tokens(family, template):
 
 def test_an_answer_cut_before_its_end_is_ended_by_the_template(family, template):
     call = sample(template, [user("Weather?")], CALLS[family][0], end=False)
-    answer = {"role": "assistant", "content": None, "tool_calls": [each.as_message() for each in call.reply.tool_calls]}
-    messages = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.reply.tool_calls[0].id}]
-    ids = template.prompt(messages, [call], tools=TOOLS).ids
+    ids = template.prompt([user("Weather?"), told(call), result(call)], [call], tools=TOOLS).ids
     assert ids[: len(call.context_ids) + 1] == (*call.context_ids, template.stop_ids[0])
 
 
@@ -598,12 +550,8 @@ def test_an_answer_cut_before_its_end_is_ended_by_the_template(family, template)
 def test_reasoning_stays_in_the_ids_while_the_template_keeps_it(tokenizer, echo):
     template = make_template("qwen3", tokenizer)
     call = sample(template, [user("Weather?")], "<think>\nhm\n</think>\n\n" + CALLS["qwen3"][0])
-    answer = {"role": "assistant", "content": "", "tool_calls": [each.as_message() for each in call.reply.tool_calls]}
-    if echo == "in the content":
-        answer["content"] = "<think>\nhm\n</think>\n"
-    elif echo is not None:
-        answer["reasoning_content"] = echo
-    history = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.reply.tool_calls[0].id}]
+    fields = {"hm": {"reasoning_content": "hm"}, "in the content": {"content": "<think>\nhm\n</think>\n"}}
+    history = [user("Weather?"), told(call, **fields.get(echo, {})), result(call)]
     second = sample(template, history, "<think>\nso\n</think>\n\n3 degrees", [call])
     assert second.prompt_ids[: len(call.context_ids)] == call.context_ids and second.reply.reasoning_content == "so"
     # The template leaves out the reasoning before the last question.
@@ -614,9 +562,7 @@ def test_reasoning_stays_in_the_ids_while_the_template_keeps_it(tokenizer, echo)
 
 def test_an_assistant_with_a_name_and_an_empty_thought_is_recognised(family, template):
     call = sample(template, [user("Weather?")], CALLS[family][0])
-    answer = {"role": "assistant", "name": "helper", "content": "", "reasoning_content": ""}
-    answer["tool_calls"] = [each.as_message() for each in call.reply.tool_calls]
-    messages = [user("Weather?"), answer, {"role": "tool", "content": "3", "tool_call_id": call.reply.tool_calls[0].id}]
+    messages = [user("Weather?"), told(call, name="helper", content="", reasoning_content=""), result(call)]
     assert template.prompt(messages, [call], tools=TOOLS).ids[: len(call.context_ids)] == call.context_ids
 
 
@@ -682,7 +628,7 @@ def test_conversations_with_calls_can_be_learned(family, template):
 
 STOPS = ["stop", "}", "\n\n", "aa", "aba", "a\n\na", "o", "```", "</think>", "a</think>", "k>\n", " <", "\n<tool_call>"]
 PIECES = [
-    *(
+    *[
         "a",
         "aba",
         "``",
@@ -702,7 +648,7 @@ PIECES = [
         "stop",
         "sto",
         "\\",
-    ),
+    ],
     *(call for calls in CALLS.values() for call in calls),
     *('<call:weather>{"city"', "</call>", "<tool_call>", "</tool_call>", '{"name":', "<call:"),
 ]

@@ -22,12 +22,13 @@ from jaxft.models.load import init_model
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.remote import RemoteClient
+from jaxft.rollout.weights import Weights
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
+from jaxft.shipped.frozen_weights import load_teacher
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.shipped.teacher import load_teacher
-from jaxft.training.batch import BatchPlanner, compute_advantages, make_batch
+from jaxft.training.advantages import collect_rewards, compute_advantages
+from jaxft.training.batch import BatchPlanner, make_batch
 from jaxft.training.config import LossConfig
-from jaxft.training.learner import TeacherModel
 
 EXAMPLES = 2
 
@@ -154,8 +155,8 @@ def taught(foreign_trajectories, make_policy, policy, teacher_params, make_colle
     loss = {"name": "dapo", "distillation": {"teacher": "teacher", "form": "forward"}}
     rate = {"learning_rate": 1e-2}
     config = LocalTrainerAdapterConfig(llm="policy", loss=loss, optimizer=rate, microbatch_tokens=64)
-    teacher = TeacherModel(policy.model, jax.tree.map(jnp.asarray, teacher_params))
-    adapter = LocalTrainerAdapter(config, make_policy(), teacher=teacher)
+    teacher = Weights(policy.model, jax.tree.map(jnp.asarray, teacher_params))
+    adapter = LocalTrainerAdapter(config, make_policy(), weights={"teacher": teacher})
 
     async def main():
         refs = [await adapter.submit(make_collection(f"job {number}", rewards=(1.0,) * 4)) for number in range(4)]
@@ -246,7 +247,6 @@ def make_group(make_sequence):
 @pytest.fixture
 def collect():
     from jaxft.training.batch import Row
-    from jaxft.training.rows import collect_rewards
 
     def make(groups):
         members = [trajectory for group in groups for trajectory in group]

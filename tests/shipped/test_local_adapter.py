@@ -1,7 +1,7 @@
 import asyncio
 import io
 import json
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -34,21 +34,22 @@ from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped import job_outcome
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.frozen_weights import load_reference
 from jaxft.shipped.grpo import GRPOTrainer
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
+from jaxft.training.advantages import gather
 from jaxft.training.config import LossConfig
+from jaxft.training.memory import policy_bytes, training_bytes
 
 pytestmark = pytest.mark.usefixtures("foreign_trajectories")
 
 
-def make_small_adapter(policy, loss=None, warn=print, **options):
+def make_adapter(policy, loss=None, warn=print, **options):
     """An adapter whose microbatch is four rows of 16 tokens, so that all jobs on four rows share a compiled update."""
     fields = {"llm": "policy", "loss": loss or {}, "optimizer": {"learning_rate": 1e-2}, "microbatch_tokens": 64}
-    return LocalTrainerAdapter(LocalTrainerAdapterConfig(**(fields | options)), policy, warn)
-
-
-def make_adapter(policy, warn=print, loss=None, **options):
-    return make_small_adapter(policy, loss, warn, **options)
+    config = LocalTrainerAdapterConfig(**(fields | options))
+    weights = {"reference": load_reference(config, policy)} if config.has_own_reference else {}
+    return LocalTrainerAdapter(config, policy, warn, weights=weights)
 
 
 def train(adapter, *collections):
@@ -57,8 +58,7 @@ def train(adapter, *collections):
     async def main():
         async with asyncio.timeout(120):
             return [
-                await adapter.wait_until_complete(await adapter.submit(collection), poll_interval=1e9)
-                for collection in collections
+                await adapter.wait_until_complete(await adapter.submit(each), poll_interval=1e9) for each in collections
             ]
 
     return asyncio.run(main())
@@ -167,22 +167,19 @@ def test_a_job_has_its_name_until_it_ends(adapter, make_collection):
         asyncio.run(adapter.status(TrainingJobRef(run_id="unknown", backend="local")))
 
 
-GREEDY = {"temperatures": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]}
-FIRST = {"completion_mask": [True] * 6}
-UNEVEN = {"sampler_logprobs": [0.0]}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (GREEDY, "example 'example-1', generation 0 was sampled greedily"),
-        (FIRST, "example 'example-1', generation 0: the first token of a sequence has no context"),
-        (UNEVEN, "the lists of a sequence differ in length: .*'tokens': 6, .*'sampler_logprobs': 1"),
+        ({"temperatures": [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]}, "example 'example-1', generation 0 was sampled greedily"),
+        ({"completion_mask": [True] * 6}, "generation 0: the first token of a sequence has no context"),
+        ({"sampler_logprobs": [0.0]}, "lists of a sequence differ in length: .*'tokens': 6, .*'sampler_logprobs': 1"),
+        ({"sampler_logprobs": [float("nan")] * 6}, "a recorded log-probability of a trained token is not finite"),
     ],
 )
 def test_rows_that_mean_nothing_are_refused(adapter, make_collection, changes, message):
     with pytest.raises(TrajectoryError, match=message):
         train(adapter, make_collection("refused", changes={2: changes}))
+    assert not adapter.is_busy()
 
 
 @pytest.mark.parametrize(
@@ -195,10 +192,9 @@ def test_rows_that_mean_nothing_are_refused(adapter, make_collection, changes, m
 )
 def test_rewards_beyond_float32_are_refused(adapter, make_collection, field, value, message):
     collection = make_collection("huge")
-    good, bad = collection.trajectories[0]
-    groups = [[good, bad.model_copy(update={field: value})]]
+    collection.trajectories[0][1] = collection.trajectories[0][1].model_copy(update={field: value})
     with pytest.raises(TrajectoryError, match=message):
-        train(adapter, collection.model_copy(update={"trajectories": groups}))
+        train(adapter, collection)
 
 
 def test_nothing_to_train_on_is_an_error_that_says_why(adapter, make_collection):
@@ -209,12 +205,14 @@ def test_nothing_to_train_on_is_an_error_that_says_why(adapter, make_collection)
     foreign = {place: {"llm": "opponent"} for place in range(4)}
     with pytest.raises(ValueError, match="0 sequences, 0 of them truncated, 4 of other language models"):
         train(adapter, make_collection("none", changes=foreign))
+    with pytest.raises(NothingToTrain):
+        train(adapter, TrajectoryCollection(trajectories=[], run_id="none"))
 
 
 def test_a_reference_is_kept_when_beta_asks_for_it(make_policy, make_collection):
     """Here also: what mask_truncated and another model's rows leave out, and one warning about filters."""
     warnings = []
-    adapter = make_adapter(make_policy(), warnings.append, loss={"beta": 0.1, "mask_truncated": True})
+    adapter = make_adapter(make_policy(), {"beta": 0.1, "mask_truncated": True}, warnings.append)
     filtered = {"behavior_logprobs": [0.0, 0.0, -4.5, -4.5, -4.5, -4.5]}
 
     def collection(run_id):
@@ -256,9 +254,7 @@ def test_a_failing_update_is_a_failed_job_and_a_lost_policy(make_policy, policy,
     assert "in breaks" in status.metadata["traceback"]
 
 
-@pytest.fixture(scope="module")
-def health(make_policy):
-    """Return the health of an adapter before and after its parameters were lost."""
+def test_health_is_finite_parameters(make_policy):
     adapter = make_adapter(make_policy())
 
     def lost(leaf):
@@ -269,11 +265,7 @@ def health(make_policy):
         await adapter.policy.update(lambda params: (jax.tree.map(lost, params), None))
         return before, await adapter.is_healthy()
 
-    return asyncio.run(main())
-
-
-def test_health_is_finite_parameters(health):
-    assert health == (True, False)
+    assert asyncio.run(main()) == (True, False)
 
 
 def test_health_lines_know_the_dtype_of_products(adapter, tmp_path):
@@ -306,13 +298,8 @@ def test_groups_are_weighed_as_the_loss_weighs_them(policy, make_collection):
     assert make_adapter(policy, loss={"name": "sft"}).group_rewards(collection) == [(3.0, 0.0), (0.5, 1.0)]
 
 
-@pytest.fixture(scope="module")
-def patient(make_policy):
-    """An adapter whose jobs take long enough to cancel them: PPO with 20 updates."""
-    return make_adapter(make_policy(), loss={"name": "ppo"}, num_minibatches=2, num_iterations=10)
-
-
-def test_ppo_in_minibatches_is_a_job_like_any_other(patient, make_collection):
+def test_ppo_in_minibatches_is_a_job_like_any_other(make_policy, make_collection):
+    patient = make_adapter(make_policy(), {"name": "ppo"}, num_minibatches=2, num_iterations=10)
     first, second = train(patient, make_collection("first"), make_collection("second"))
     metrics = second.metadata["metrics"]
     assert (first.status, metrics["updates"], metrics["applied_updates"]) == (TrainingStatusEnum.COMPLETED, 20, 20.0)
@@ -330,7 +317,7 @@ def test_the_reference_may_be_another_checkpoint_of_the_same_model(policy, tmp_p
     save_model(tmp_path / "same", policy.model, params)
     (tmp_path / "same" / "generation_config.json").write_text('{"top_p": 0.5}')  # of another checkpoint, and no matter
     loss = {"beta": 0.1, "reference": {"path": str(tmp_path / "same")}}
-    loaded = make_adapter(policy, loss=loss).learner.ref_params
+    loaded = make_adapter(policy, loss=loss).learner.reference.params
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(loaded), params)
     (tmp_path / "same").rename(tmp_path / "other")
     (tmp_path / "other" / "manifest.json").unlink(missing_ok=True)
@@ -374,7 +361,7 @@ def group(rows, run_id, rewards=(1.0, 0.0, 1.0, 0.0)):
 def strict_adapter(make_policy):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job_outcome, "MAX_DISAGREEING_FRACTION", 0.1)
-        return make_small_adapter(make_policy())
+        return make_adapter(make_policy())
 
 
 @pytest.fixture
@@ -389,12 +376,8 @@ def test_own_trajectories_are_trained(strict, make_sequence):
     (status,) = train(strict, group(rows, "own"))
     assert (status.status, status.message) == (TrainingStatusEnum.COMPLETED, "updated")
     metrics = status.metadata["metrics"]
-    assert (
-        metrics["sampler_disagreement_fraction"]
-        == metrics["stale_trajectory_fraction"]
-        == metrics["refused_updates"]
-        == 0
-    )
+    names = ("sampler_disagreement_fraction", "stale_trajectory_fraction", "refused_updates")
+    assert [metrics[name] for name in names] == [0, 0, 0]
 
 
 def test_foreign_log_probabilities_are_refused(strict, make_sequence):
@@ -413,7 +396,6 @@ def test_stale_trajectories_are_refused(strict, make_sequence):
     rows = asyncio.run(sampled_rows(strict.policy, make_sequence, 4))
     rows[1] = rows[1].model_copy(update={"policy_versions": [-1, -1, 99, 99, 99, 99]})
     collection = group(rows, "stale")
-    assert strict.validate_trajectories(collection)["stale_trajectory_fraction"] == 0.25
     (status,) = train(strict, collection)
     assert status.status is TrainingStatusEnum.FAILED
     assert "refused: another version of the policy sampled 25% of the trajectories" in status.message
@@ -432,39 +414,6 @@ def test_the_second_of_two_queued_jobs_is_stale(strict, make_sequence):
     assert first.metadata["metrics"]["policy_version"] == version + 1 == second.metadata["metrics"]["policy_version"]
 
 
-def test_what_is_validated_is_not_trained(strict, make_sequence):
-    rows = asyncio.run(sampled_rows(strict.policy, make_sequence, 4))
-    metrics = strict.validate_trajectories(group(rows, "looked at"))
-    assert metrics["trained_tokens"] == 16 and metrics["groups"] == 2
-    broken = rows[0].model_copy(update={"sampler_logprobs": [float("nan")] * 6})
-    with pytest.raises(TrajectoryError, match="a recorded log-probability of a trained token is not finite"):
-        strict.validate_trajectories(group([broken, *rows[1:]], "broken"))
-    with pytest.raises(NothingToTrain):
-        strict.validate_trajectories(TrajectoryCollection(trajectories=[], run_id="none"))
-
-
-def test_a_job_can_be_cancelled_before_and_while_it_runs(patient, make_collection):
-    adapter, version = patient, patient.policy.version
-
-    async def main():
-        first, second = [await adapter.submit(make_collection(name)) for name in ("first", "second")]
-        never = await adapter.cancel(second)
-        whole = await adapter.wait_until_complete(first)
-        third = await adapter.submit(make_collection("third"))
-        while (await adapter.status(third)).status is TrainingStatusEnum.PENDING:
-            await asyncio.sleep(0)
-        part = await adapter.cancel(third)
-        return never, whole, part, await adapter.cancel(first), await adapter.status(second)
-
-    never, whole, part, again, later = asyncio.run(main())
-    assert (never.status, never.message) == (TrainingStatusEnum.CANCELED, "canceled before it began") and later == never
-    assert (whole.status, whole.progress) == (TrainingStatusEnum.COMPLETED, 100.0) and again == whole
-    assert part.status is TrainingStatusEnum.CANCELED and part.progress < 100
-    updates = part.metadata["metrics"]["updates"]
-    assert part.message == f"canceled after {updates} of 20 updates"
-    assert adapter.policy.version == version + 1 + (updates > 0)
-
-
 def hungry(policy):
     """A model that wants more memory than any address space has: the allocation really fails."""
 
@@ -476,7 +425,7 @@ def hungry(policy):
 
 
 def test_a_job_that_needs_too_much_memory_says_what_to_lower(make_policy, policy, make_collection):
-    adapter = make_small_adapter(make_policy(model=hungry(policy)))
+    adapter = make_adapter(make_policy(model=hungry(policy)))
     (status,) = train(adapter, make_collection("large"))
     assert status.status is TrainingStatusEnum.FAILED
     sizes = "slots (now 8)", "cache_tokens (now 1024)", "max_context_tokens (now 96)"
@@ -491,7 +440,7 @@ def test_health_says_what_to_lower_where_nothing_can_be_sampled(make_policy):
         DeviceMemoryError,
         match=rf"llms\.<name>\.slots \(now 8\), cache_tokens \(now {2**43}\) or max_context_tokens \(now 96\)",
     ):
-        asyncio.run(make_small_adapter(make_policy(cache_tokens=2**43)).is_healthy())
+        asyncio.run(make_adapter(make_policy(cache_tokens=2**43)).is_healthy())
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()], ids=repr)
@@ -501,7 +450,7 @@ def test_a_job_that_is_ended_in_the_middle_has_failed(make_policy, policy, make_
     def apply(params, tokens, positions, cache=None, tables=None, segment_ids=None):
         raise error
 
-    adapter = make_small_adapter(make_policy(model=policy.model._replace(apply=apply)))
+    adapter = make_adapter(make_policy(model=policy.model._replace(apply=apply)))
     first, second = train(adapter, make_collection("first"), make_collection("second"))
     assert first.status is second.status is TrainingStatusEnum.FAILED
     assert f"DeviceThreadError: work on the device thread was ended by {type(error).__name__}" in first.message
@@ -509,7 +458,7 @@ def test_a_job_that_is_ended_in_the_middle_has_failed(make_policy, policy, make_
 
 
 def test_training_is_aimed_at_the_model_of_the_adapter(policy):
-    adapter = make_small_adapter(policy)
+    adapter = make_adapter(policy)
     asyncio.run(adapter.initialize(FinetuneConfig(target_model="policy")))
     with pytest.raises(ConfigError, match="target_model: is 'judge', but the adapter trains 'policy'"):
         asyncio.run(adapter.initialize(FinetuneConfig(target_model="judge")))
@@ -525,8 +474,14 @@ def pairs(run_id, *trajectories):
     return TrajectoryCollection(trajectories=[[one] for one in trajectories], run_id=run_id)
 
 
+def gathered(adapter, collection):
+    """The metrics that a job on these trajectories begins with."""
+    loss, template = adapter.adapter_config.loss, adapter.policy.template
+    return gather(collection, loss, "policy", template, "unscorable")[0].metrics
+
+
 def test_pairs_of_texts_are_learned(make_policy):
-    adapter = make_small_adapter(make_policy(), {"name": "dpo", "beta": 0.5}, num_minibatches=3, num_iterations=5)
+    adapter = make_adapter(make_policy(), {"name": "dpo", "beta": 0.5}, num_minibatches=3, num_iterations=5)
     first, second = train(adapter, *(pairs(name, *map(pair, range(6))) for name in ("one", "two")))
     assert (first.status, first.message) == (TrainingStatusEnum.COMPLETED, "updated")
     metrics = second.metadata["metrics"]
@@ -537,14 +492,14 @@ def test_pairs_of_texts_are_learned(make_policy):
 
 
 def test_recorded_pairs_keep_their_tokens(policy, make_sequence):
-    adapter = make_small_adapter(policy, {"name": "dpo"})
+    adapter = make_adapter(policy, {"name": "dpo"})
     chosen, rejected = make_sequence(0), make_sequence(0, tokens=[3, 10, 30, 31, 32, 1])
-    metrics = adapter.validate_trajectories(pairs("recorded", pair(0, sequences=[chosen, rejected])))
+    metrics = gathered(adapter, pairs("recorded", pair(0, sequences=[chosen, rejected])))
     assert (metrics["pairs_trained"], metrics["trained_tokens"]) == (1, 8)
 
 
 def test_pairs_that_make_no_sense_are_refused(policy, make_sequence):
-    adapter = make_small_adapter(policy, {"name": "dpo"})
+    adapter = make_adapter(policy, {"name": "dpo"})
     other, empty = make_sequence(0, tokens=[3, 11, 20, 21, 22, 1]), make_sequence(0, completion_mask=[False] * 6)
     strange = {
         "is no preference": Trajectory(episode=[], reward=0.0, sequences=[make_sequence(0)]),
@@ -554,23 +509,23 @@ def test_pairs_that_make_no_sense_are_refused(policy, make_sequence):
     }
     for message, trajectory in strange.items():
         with pytest.raises(TrajectoryError, match=message):
-            adapter.validate_trajectories(pairs("strange", trajectory))
+            gathered(adapter, pairs("strange", trajectory))
     with pytest.raises(NothingToTrain, match="has no pair to train on"):
-        adapter.validate_trajectories(pairs("none"))
+        gathered(adapter, pairs("none"))
 
 
 def test_examples_are_imitated_when_they_are_good_enough(make_policy, make_collection):
-    adapter = make_small_adapter(make_policy(), {"name": "sft", "min_reward": 0.5}, num_iterations=5)
+    adapter = make_adapter(make_policy(), {"name": "sft", "min_reward": 0.5}, num_iterations=5)
     first, second = train(adapter, make_collection("one"), make_collection("two"))
     metrics = first.metadata["metrics"], second.metadata["metrics"]
     assert metrics[0]["imitated_trajectories"] == 2 and metrics[0]["trained_tokens"] == 8
     assert metrics[1]["loss"] < metrics[0]["loss"]
     with pytest.raises(NothingToTrain, match="0 of 4 trajectories are good enough"):
-        adapter.validate_trajectories(make_collection("bad", rewards=(0.0,) * 4))
+        gathered(adapter, make_collection("bad", rewards=(0.0,) * 4))
 
 
 def test_several_processes_are_one_version_behind_at_most(policy, monkeypatch):
-    adapter = make_small_adapter(policy)
+    adapter = make_adapter(policy)
     monkeypatch.setattr("jaxft.hosts.group._current", ProcessGroup(0, 2))
     with pytest.raises(ConfigError, match="max_staleness: is 2, but which episodes end first differs between"):
         adapter.allow_staleness(2)
@@ -581,21 +536,21 @@ def test_conversations_without_tokens_are_imitated(policy):
     said = [("user", "1+1"), ("assistant", "2"), ("tool", "ok"), ("assistant", "done")]
     episode = [EpisodeItem(role=role, content=text, logprobs=[]) for role, text in said]
     texts = TrajectoryCollection(trajectories=[[Trajectory(episode=episode, reward=1.0)]], run_id="texts")
-    metrics = make_small_adapter(policy, {"name": "sft"}).validate_trajectories(texts)
+    adapter = make_adapter(policy, {"name": "sft"})
+    metrics = gathered(adapter, texts)
     assert metrics["trained_tokens"] == len("2") + len("done") + 2  # the ends of both answers, too
     bad = Trajectory(episode=episode[:1], reward=1.0)
     with pytest.raises(TrajectoryError, match="cannot be imitated: a conversation to be learned must end"):
-        make_small_adapter(policy, {"name": "sft"}).validate_trajectories(
-            TrajectoryCollection(trajectories=[[bad]], run_id="bad")
-        )
+        gathered(adapter, TrajectoryCollection(trajectories=[[bad]], run_id="bad"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", "ppo", "dpo"])
 def test_memory_is_told_without_training(policy, loss):
     before = flat_params(policy)
-    memory = asyncio.run(make_small_adapter(policy, {"name": loss}).memory())
-    held = asyncio.run(policy.read(make_small_adapter(policy, {"name": loss}).learner.held_bytes))
+    memory = asyncio.run(make_adapter(policy, {"name": loss}).memory())
+    learner = make_adapter(policy, {"name": loss}).learner
+    held = asyncio.run(policy.read(partial(training_bytes, learner)))
     assert {name: memory[name] for name in held} == {name: size / 2**20 for name, size in held.items()}
     assert set(memory) == {*held, "update", "sampling", "sampling weights", "sampling temporaries"}
     assert memory["sampling temporaries"] > 0 and memory["update"] > 0
@@ -604,8 +559,12 @@ def test_memory_is_told_without_training(policy, loss):
 
 @pytest.mark.parametrize("loss", ["grpo", "ppo", "dpo"])
 def test_arrays_that_are_held_are_told(policy, loss):
-    learner = make_small_adapter(policy, {"name": loss}).learner
-    sizes = asyncio.run(policy.read(lambda params: learner.held_bytes(params) | policy.sampling_bytes(params)))
+    learner = make_adapter(policy, {"name": loss}).learner
+
+    def held(params):
+        return training_bytes(learner, params) | policy_bytes(policy, params, are_pinned=False)
+
+    sizes = asyncio.run(policy.read(held))
     assert sizes["gradients"] == pytest.approx(sizes["parameters"], rel=1e-3)  # of a value head, too
     assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=1e-3)
     assert (sizes["reference"] > 0) == (loss == "dpo")

@@ -25,14 +25,16 @@ from jaxft.models.decoder import decoder
 from jaxft.models.hf_config import config_json
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
-from jaxft.models.model_card import ModelCard, Weights, card_text
+from jaxft.models.model_card import ModelCard, SavedWeights, card_text
 from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.policy import Policy
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.shipped.frozen_weights import load_reference
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.shipped.local_policy import choices, lora_of, shape_of, sharding_table
+from jaxft.training.memory import policy_bytes, training_bytes
 
 pytestmark = pytest.mark.usefixtures("foreign_trajectories")
 
@@ -59,7 +61,9 @@ def make_lora_policy(tokenizer):
 
 def make_adapter(policy, **loss):
     fields = {"llm": "policy", "loss": loss, "optimizer": {"learning_rate": 1e-2}, "microbatch_tokens": 64}
-    return LocalTrainerAdapter(LocalTrainerAdapterConfig(**fields), policy)
+    config = LocalTrainerAdapterConfig(**fields)
+    weights = {"reference": load_reference(config, policy)} if config.has_own_reference else {}
+    return LocalTrainerAdapter(config, policy, weights=weights)
 
 
 def run(adapter, *collections):
@@ -122,6 +126,16 @@ def saved(adapter):
     return asyncio.run(adapter.save_state(lambda values, arrays: (values, jax.device_get(arrays))))
 
 
+def bytes_of_arrays(adapter, params):
+    """The bytes of all arrays that outlive a program, by purpose."""
+    policy = adapter.policy
+    return training_bytes(adapter.learner, params) | policy_bytes(policy, params, are_pinned=False)
+
+
+def held_bytes(adapter):
+    return asyncio.run(adapter.policy.read(partial(bytes_of_arrays, adapter)))
+
+
 def merged(policy):
     """The parameters of the model without adapters, in numpy."""
     spec, params = policy.model.lora, host(policy)
@@ -141,7 +155,7 @@ def test_jobs_move_the_adapters_and_share_the_base_as_reference(trained):
     assert any(
         (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before["adapter"], after["adapter"])), strict=True)
     )
-    reference = trained.adapter.learner.ref_params
+    reference = trained.adapter.learner.reference.params
     assert jax.tree.leaves(reference["base"]) == []  # no second base
     equal(jax.device_get(reference["adapter"]), before["adapter"])
     assert first.metadata["metrics"]["kl"] == 0 and second.metadata["metrics"]["kl"] > 0
@@ -151,7 +165,7 @@ def test_a_moving_reference_follows_the_adapters(make_lora_policy, make_collecti
     policy = make_lora_policy()
     adapter = make_adapter(policy, beta=0.1, reference={"update_every": 1, "mixing": 1.0})
     run(adapter, make_collection("first"))
-    equal(jax.device_get(adapter.learner.ref_params["adapter"]), host(policy)["adapter"])
+    equal(jax.device_get(adapter.learner.reference.params["adapter"]), host(policy)["adapter"])
 
 
 def test_checkpoints_hold_the_adapters_and_know_their_base(trained, restored, make_lora_policy):
@@ -241,20 +255,16 @@ def test_a_reference_of_its_own_cannot_follow_adapters(trained, tmp_path):
     policy, base = trained.adapter.policy, trained.params[2]["base"]
     jaxft.save_model(tmp_path / "reference", base_model(policy.model), jax.tree.map(lambda leaf: 2 * leaf, base))
     own = {"path": str(tmp_path / "reference")}
-    learner = make_adapter(policy, beta=0.1, reference=own).learner
-    equal(jax.device_get(learner.ref_params["base"]), jax.tree.map(lambda leaf: 2 * leaf, base))
-    sizes = asyncio.run(policy.read(learner.held_bytes))
+    adapter = make_adapter(policy, beta=0.1, reference=own)
+    equal(jax.device_get(adapter.learner.reference.params["base"]), jax.tree.map(lambda leaf: 2 * leaf, base))
+    sizes = held_bytes(adapter)
     assert sizes["reference"] == pytest.approx(sizes["parameters"])
     with pytest.raises(ComponentError, match="cannot follow the policy"):
         make_adapter(policy, beta=0.1, reference={**own, "update_every": 1})
 
 
 def test_memory_of_adapters_is_small(trained, policy):
-    def sizes(policy):
-        learner = make_adapter(policy, beta=0.1).learner
-        return asyncio.run(policy.read(lambda params: learner.held_bytes(params) | policy.sampling_bytes(params)))
-
-    with_lora, whole = sizes(trained.adapter.policy), sizes(policy)
+    with_lora, whole = (held_bytes(make_adapter(each, beta=0.1)) for each in (trained.adapter.policy, policy))
     for purpose in ("gradients", "optimizer", "reference"):
         assert with_lora[purpose] < 0.15 * whole[purpose], purpose
     assert with_lora["sampling weights"] == whole["sampling weights"] > 0  # merged kernels; the ends are shared
@@ -264,12 +274,12 @@ def test_exported_adapters_are_merged_by_the_command_line(trained, tmp_path, cap
     policy, card = trained.adapter.policy, ModelCard("Adapters", "How they were trained.", {"tags": ["jaxft"]})
     asyncio.run(policy.save(tmp_path / "run" / "model", card))
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
-    weights = Weights("float32", policy.model.lora, has_base=True)
+    weights = SavedWeights("float32", policy.model.lora, has_base=True)
     assert (tmp_path / "run" / "model" / "README.md").read_text() == card_text(card, weights)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "merged")]) == 2
     assert "holds adapters" in capsys.readouterr().err
     assert main(["export", "--merge", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
-    text = card_text(card, Weights("float32", is_merged=True))
+    text = card_text(card, SavedWeights("float32", is_merged=True))
     assert (tmp_path / "merged" / "README.md").read_text() == text
     _, params = jaxft.load_model(tmp_path / "merged")
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), params, merged(policy))
@@ -482,8 +492,7 @@ def test_snapshots_are_made_with_the_adapter_and_share_the_policy(tmp_path):
                 assert old.max_context_tokens == 96 and old.policy.template is adapter.policy.template
                 assert other.policy is not adapter.policy
                 assert adapter.policy.template.now == other.policy.template.now == builder.now
-                sampling, held = adapter.policy.sampling_bytes, adapter.learner.held_bytes
-                sizes = await adapter.policy.read(lambda params: held(params) | sampling(params))
+                sizes = await adapter.policy.read(partial(bytes_of_arrays, adapter))
                 assert sizes["snapshots"] == 2 * sizes["parameters"]
                 assert sizes["sampling"] == 4 * adapter.policy.engine.cache_bytes("float32")
                 # The three draw different answers to one request, though all have the same weights.

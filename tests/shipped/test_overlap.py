@@ -125,11 +125,11 @@ class NoModel(TrainerAdapter):
         if not self.overlaps:
             super().allow_staleness(max_staleness)
 
-    async def hold_sampler(self, *, finishes_requests: bool = True) -> None:
+    async def pin_weights(self, *, finishes_requests: bool = True) -> None:
         self.held = self.version
         self.events.append(f"hold {finishes_requests}")
 
-    async def release_sampler(self) -> None:
+    async def release_weights(self) -> None:
         self.held = None
         self.events.append("release")
 

@@ -6,7 +6,7 @@ import yaml
 import jaxft
 from jaxft.harness.registry import register_trainer
 from jaxft.models.config import LoraSpec
-from jaxft.models.model_card import Weights, card_text
+from jaxft.models.model_card import SavedWeights, card_text
 from jaxft.redaction import hiding
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.run_card import run_card
@@ -71,7 +71,7 @@ def card(tmp_path):
 
 def test_a_card_names_its_base_data_and_records(card):
     made = card(eval__general__dataset={"_type": "huggingface", "path": "openai/gsm8k", "name": "main"})
-    text = card_text(made, Weights("bfloat16", LoraSpec(24, 8.0)))
+    text = card_text(made, SavedWeights("bfloat16", LoraSpec(24, 8.0)))
     assert yaml.safe_load(text.split("---\n")[1]) == {
         "base_model": "Qwen/Qwen3-0.6B",
         "datasets": ["openai/gsm8k"],
@@ -100,7 +100,7 @@ def test_a_card_has_no_path_no_address_and_no_secret(card, tmp_path):
     folder = tmp_path / "home" / "me" / "my_model"
     folder.mkdir(parents=True)
     (folder / "LICENSE.txt").write_text("as you like")
-    text = card_text(card(llms__policy__path=str(folder)), Weights("float32"))
+    text = card_text(card(llms__policy__path=str(folder)), SavedWeights("float32"))
     assert "`my_model`" in text and "`LICENSE.txt`" in text and "`train.jsonl`" in text
     for private in (str(tmp_path), "home", "10.0.0.7", "SENTINEL", "note", "base_model:"):
         assert private not in text

@@ -10,9 +10,9 @@ from jaxft.core.advantages import group_advantages, leave_one_out_advantages
 from jaxft.core.packing import pack, unpack
 from jaxft.errors import TrajectoryError
 from jaxft.harness.data_models import Trajectory
-from jaxft.training.batch import BatchPlanner, Row, compute_advantages, divide, make_batch, select_sequences
+from jaxft.training.advantages import collect_rewards, compute_advantages
+from jaxft.training.batch import BatchPlanner, Row, divide, make_batch, select_sequences
 from jaxft.training.config import LossConfig
-from jaxft.training.rows import collect_rewards
 
 
 def test_rows_are_padded_and_filled_up(make_sequence):

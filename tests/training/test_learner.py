@@ -22,10 +22,14 @@ from jaxft.models.config import model_preset
 from jaxft.models.decoder import AUTO_REMATS, decoder
 from jaxft.models.flash import Choice
 from jaxft.rollout.device import counting_compiles
-from jaxft.training.batch import Row, compute_advantages, make_batch, score_tokens, with_scores
+from jaxft.rollout.weights import Weights
+from jaxft.training import memory as memory_module
+from jaxft.training.advantages import collect_rewards, compute_advantages
+from jaxft.training.batch import Row, make_batch, score_tokens, with_scores
 from jaxft.training.config import LossConfig, OptimizerConfig
-from jaxft.training.learner import Learner, choose_packing, merge_metrics
-from jaxft.training.rows import collect_rewards
+from jaxft.training.learner import Learner, choose_packing
+from jaxft.training.memory import first_fitting_remat, training_memory
+from jaxft.training.update import merge_metrics
 
 SGD = OptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=None)
 VOCABULARY, SIZE = 64, 8
@@ -244,11 +248,11 @@ def test_a_job_without_any_advantage_is_not_cut_short(make_group, start):
 def test_references_stay_and_then_average(job, start):
     other = jax.tree.map(lambda x: x * np.float32(1.1), start)  # of another checkpoint
     knobs = {"beta": 0.1, "reference": {"update_every": 2, "mixing": 0.25}}
-    learner, params, (metrics,) = learn(job, start, knobs, ref_params=on_device(other))
-    assert difference(learner.ref_params, other) == 0.0 and metrics["kl"] > 0
+    learner, params, (metrics,) = learn(job, start, knobs, reference=Weights(MODEL, on_device(other)))
+    assert difference(learner.reference.params, other) == 0.0 and metrics["kl"] > 0
     params, _ = learner.learn(*job(LossConfig(**knobs)), params)
     expected = jax.tree.map(lambda new, old: 0.25 * np.asarray(new) + 0.75 * old, params, other)
-    assert difference(learner.ref_params, expected) < 1e-6
+    assert difference(learner.reference.params, expected) < 1e-6
 
 
 def test_ppo_trains_policy_and_values(job, start):
@@ -367,34 +371,35 @@ def test_a_warm_up_changes_nothing_and_runs_every_shape(start, loss, monkeypatch
 def test_the_fastest_checkpoint_policy_that_fits_is_trained(job, start, remat, monkeypatch):
     learner, tried = Learner(MODEL, LossConfig(), SGD, microbatch_tokens=64), []
 
-    def memory(params, longest):
-        tried.append(learner._model)
+    def memory(learner, params, longest):
+        tried.append(learner.model)
         if len(tried) == 1 and remat != AUTO_REMATS[0]:  # as compilers for TPUs end that find too little memory
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
         return {"update": float(len(AUTO_REMATS) - len(tried))}
 
-    monkeypatch.setattr(learner, "memory", memory)
+    monkeypatch.setattr(memory_module, "training_memory", memory)
     least = len(AUTO_REMATS) - 1 - AUTO_REMATS.index(remat)
-    assert learner.choose_remat(start, 32, lambda memory: memory["update"] <= least) == remat
+    assert first_fitting_remat(learner, start, 32, lambda memory: memory["update"] <= least) == remat
     assert tried == [MODEL.with_remat(name) for name in AUTO_REMATS[: len(tried)]]
-    assert learner._model == tried[-1]
+    assert learner.model == tried[-1]
 
 
 def test_another_error_of_the_compiler_is_no_lack_of_memory(start, monkeypatch):
     learner = Learner(MODEL, LossConfig(), SGD, microbatch_tokens=64)
 
-    def memory(params, longest):
+    def memory(learner, params, longest):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(learner, "memory", memory)
+    monkeypatch.setattr(memory_module, "training_memory", memory)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        learner.choose_remat(start, 32, lambda memory: True)
+        first_fitting_remat(learner, start, 32, lambda memory: True)
 
 
 def test_memory_is_that_of_the_compiled_programs(start):
     learner = Learner(MODEL, LossConfig(), OptimizerConfig(), microbatch_tokens=64)
     shapes = jax.eval_shape(lambda params: params, start)
-    memory, parameters = learner.memory(shapes, 32), sum(leaf.nbytes for leaf in jax.tree.leaves(start)) / 2**20
+    memory = training_memory(learner, shapes, 32)
+    parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(start)) / 2**20
     assert memory["parameters"] == memory["gradients"] == parameters and memory["optimizer"] > 2 * parameters
     assert learner.largest_microbatch(shapes, 32) == (2, 32)
     assert memory["update"] > 0 and memory["reference"] == 0

@@ -11,8 +11,9 @@ from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollect
 from jaxft.rollout.calls import call_of, logprobs_with_record
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import token_sequences
+from jaxft.training.advantages import collect_rewards, group_rewards, with_usable_rewards
 from jaxft.training.config import LossConfig
-from jaxft.training.rows import collect_rewards, gather_examples, gather_rows, group_rewards, with_usable_rewards
+from jaxft.training.rows import gather_examples, gather_rows
 
 
 def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):

@@ -16,8 +16,8 @@ from jaxft.redaction import hiding
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LocalTrainerAdapterConfig
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.training.bad_batches import MAX_KEPT, BadBatches, BadUpdate
 from jaxft.training.batch import BatchPlanner, make_batch
+from jaxft.training.job_records import MAX_KEPT, BadBatches, BadUpdate
 from jaxft.training.rows import gather_rows
 
 HUGE = 3e38  # a reward that fits float32; the difference from its negative does not

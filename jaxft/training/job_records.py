@@ -1,4 +1,6 @@
-"""Files with the batches of updates whose loss, gradient or new parameters were not finite, to find out why.
+"""Records of a job for people: batches of updates that were not finite, and scores of tokens of kept episodes.
+
+The batches tell why loss, gradient or new parameters were not finite:
 
     bad_batches/epoch_00007-1.npz     the arrays of the batch, for `numpy.load`
                 epoch_00007-1.json    the metrics of the update, and the position of each episode in the arrays
@@ -17,10 +19,14 @@ from jaxft.harness.data_models import Trajectory
 from jaxft.redaction import redacted_tokens
 from jaxft.runs.directory import RunDirectory
 from jaxft.training.batch import TrainingBatch
+from jaxft.training.rows import JobRows
 
 FOLDER = "bad_batches"
 MAX_KEPT = 3
 """Maximum number of batches per run: the later ones rarely show another cause than the first."""
+
+DECIMALS = 5
+"""Decimal places that are kept: more are not read by anybody, and would double the file."""
 
 
 class BadUpdate(NamedTuple):
@@ -113,3 +119,59 @@ class BadBatches:
             "sequences": sequences,
         }
         self._directory.write_json(f"{name}.json", with_non_finite_named(described))
+
+
+class TokenScores(NamedTuple):
+    """Advantage and entropy of each token of a row, before the first update of its job.
+
+    Attributes:
+        advantages: `[T]`, 0 where the row is not trained.
+        entropies: `[T]`, in nats, of the policy's distribution of each token, at its temperature.
+    """
+
+    advantages: np.ndarray
+    entropies: np.ndarray
+
+
+class KeptTokens:
+    """Collects the `TokenScores` of the rows of some episodes.
+
+    Attributes:
+        indices: indices of these rows among the rows of the job, ascending.
+    """
+
+    def __init__(self, data: JobRows, episodes: Sequence[tuple[str, int]]) -> None:
+        """Collect for the episodes of these example ids and generations, as far as the job has them."""
+        wanted = set(episodes)
+        self._trajectories = [t for group in data.groups for t in group if (t.example_id, t.generation) in wanted]
+        sequences = {id(sequence) for trajectory in self._trajectories for sequence in trajectory.sequences or ()}
+        # A row is the very object that its trajectory has.
+        self._index_of = {id(row.sequence): i for i, row in enumerate(data.rows) if id(row.sequence) in sequences}
+        self._scores: dict[int, TokenScores] = {}
+        self.indices = sorted(self._index_of.values())
+
+    def keep(self, row: int, scores: TokenScores) -> None:
+        """Keep the scores of the row of this index."""
+        self._scores[row] = scores
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row per trajectory for JSON; empty if no row was scored.
+
+        `advantages` and `entropies` have a list per sequence, with a value per token; null for a sequence that was not
+        trained.
+        """
+        if not self._scores:
+            return []
+        return [
+            {
+                "example_id": trajectory.example_id,
+                "generation": trajectory.generation,
+                "advantages": [self._listed(sequence, "advantages") for sequence in trajectory.sequences or ()],
+                "entropies": [self._listed(sequence, "entropies") for sequence in trajectory.sequences or ()],
+            }
+            for trajectory in self._trajectories
+        ]
+
+    def _listed(self, sequence: Any, name: str) -> list[float] | None:
+        scores = self._scores.get(self._index_of.get(id(sequence), -1))
+        return None if scores is None else np.round(np.asarray(scores._asdict()[name], np.float64), DECIMALS).tolist()

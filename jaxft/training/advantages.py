@@ -1,0 +1,361 @@
+"""Rewards of a job's trajectories, and the advantages of its tokens that they become.
+
+`with_usable_rewards` and `collect_rewards` weigh what evaluators gave, `compute_advantages` gives each token of the
+tables its advantage. Letters: `N` sequences, `B` rows of a table, `T` tokens of a row.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxft.core.advantages import (
+    estimate_advantages,
+    gae,
+    normalize_then_sum,
+    outcome_rewards,
+    reward_to_go,
+    soft_overlong_punishment,
+    step_advantages,
+    weighted_sum,
+    whiten,
+)
+from jaxft.errors import TrajectoryError
+from jaxft.harness.curriculum import GroupReward
+from jaxft.harness.data_models import Trajectory, TrajectoryCollection
+from jaxft.rollout.chat import ChatTemplate
+from jaxft.training.batch import CollectedRewards, TrainingBatch
+from jaxft.training.config import DistillationConfig, LossConfig
+from jaxft.training.rows import (
+    JobRows,
+    gather_examples,
+    gather_pairs,
+    gather_rows,
+    name_of,
+    with_recorded_sequences,
+)
+
+
+def with_usable_rewards(
+    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, unusable: str = "unscorable"
+) -> list[list[Trajectory]]:
+    """Return the groups with `scorable=False` for trajectories without a usable weighted reward.
+
+    A weighted reward that is missing, None or NaN does not judge the trajectory. If none is left, or one is infinite,
+    the trajectory has no usable one. If it has a reward but empty `named_rewards`, its builder set that reward in place
+    of the evaluator. It then stands for the weighted sum, except with `normalize_then_sum`, which needs named rewards.
+
+    Args:
+        unusable: `finetuning.reward_function.unusable`; `zero` replaces rewards that are not usable by 0.
+
+    Raises:
+        TrajectoryError: no trajectory has some name; or one has no usable reward, and `unusable` is `error`.
+    """
+    names = list(loss.reward_weights or {})
+    known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
+    has_scores = any(t.scorable and t.named_rewards != {} for group in groups for t in group)
+    missing = [name for name in names if name not in known]
+    if missing and has_scores:
+        there = ", ".join(sorted(known)) or "no named rewards"
+        raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
+
+    def checked(trajectory: Trajectory) -> Trajectory:
+        rewards = _named(trajectory, names)
+        is_none_given = all(map(math.isnan, rewards))
+        lacking = [name for name, reward in zip(names, rewards, strict=True) if is_none_given or math.isinf(reward)]
+        if not lacking or not trajectory.scorable or _has_own_reward(trajectory, loss):
+            return trajectory
+        if unusable == "error":
+            raise TrajectoryError(
+                f"{name_of(trajectory)}: reward_weights names {', '.join(lacking)}, for which its evaluator gave no "
+                "finite number: mend the evaluator, or set finetuning.reward_function.unusable to unscorable or zero"
+            )
+        if unusable == "zero":
+            zeros = dict.fromkeys(lacking, 0.0)
+            return trajectory.model_copy(update={"named_rewards": {**(trajectory.named_rewards or {}), **zeros}})
+        return trajectory.model_copy(update={"scorable": False})
+
+    return [[checked(trajectory) for trajectory in group] for group in groups]
+
+
+def gather(
+    collection: TrajectoryCollection, loss: LossConfig, llm: str, template: ChatTemplate, unusable: str
+) -> tuple[JobRows, CollectedRewards | None]:
+    """Return the rows that a loss trains and, for a policy loss, the rewards of their trajectories.
+
+    Args:
+        collection: the trajectories of a job.
+        loss: settings of the loss.
+        llm: the language model whose sequences are trained.
+        template: tokenises the texts of trajectories without sequences.
+        unusable: `finetuning.reward_function.unusable`.
+
+    Raises:
+        NothingToTrain: no row has a token to train.
+        TrajectoryError: a row is greedy or malformed.
+    """
+    if loss.name == "dpo":
+        return gather_pairs(collection, template, llm), None
+    if loss.name == "sft":
+        return gather_examples(collection, template, loss.min_reward, llm), None
+    usable = with_usable_rewards(collection.trajectories, loss, unusable)
+    collection = collection.model_copy(update={"trajectories": usable})
+    data = gather_rows(collection, llm=llm, mask_truncated=loss.mask_truncated)
+    rewards = collect_rewards(data.groups, loss, llm)
+    return data._replace(metrics=data.metrics | rewards.metrics), rewards
+
+
+def collect_rewards(
+    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
+) -> CollectedRewards:
+    """Return the rewards of these groups as arrays, with the weights and the length penalty of the configuration.
+
+    The length penalty counts answers of the language model `llm` only; None counts those of all.
+
+    Raises:
+        TrajectoryError: a group with shaped rewards has sequences without `turns`.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group]
+    group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
+    named, metrics = None, {}
+    if loss.reward_weights is not None:
+        table = np.array([_named(trajectory, loss.reward_weights) for trajectory in trajectories])
+        weights = list(loss.reward_weights.values())
+        if loss.multi_objective_aggregation == "normalize_then_sum":
+            named = table
+        has_own_reward = np.array([_has_own_reward(trajectory, loss) for trajectory in trajectories])
+        rewards = np.where(has_own_reward, rewards, weighted_sum(table, weights))
+    steps = _step_table(groups, rewards)
+    if loss.overlong_buffer_tokens is not None and loss.max_completion_tokens is not None:
+        lengths = [
+            sum(sum(row.completion_mask) for row in trajectory.sequences or () if llm is None or row.llm in (None, llm))
+            for trajectory in trajectories
+        ]
+        penalty = soft_overlong_punishment(np.array(lengths), loss.max_completion_tokens, loss.overlong_buffer_tokens)
+        rewards = rewards + penalty
+        if steps is not None:  # the last step determines the length, so it takes the penalty
+            last = np.maximum((~np.isnan(steps)).sum(axis=1) - 1, 0)
+            steps[np.arange(len(steps)), last] += penalty
+        metrics["overlong_penalty_mean"] = float(penalty.mean()) if len(penalty) else 0.0
+    if steps is not None:
+        has_steps = ~np.isnan(steps).all(axis=1)
+        rewards[has_steps] = np.nan
+        if named is not None:
+            named[has_steps] = np.nan
+    collected = CollectedRewards(rewards, group_ids, named, steps, metrics)
+    if loss.reward_weights is not None or loss.overlong_buffer_tokens is not None or steps is not None:
+        trained = _rewards_to_go(collected, loss)[:, 0]
+        if (known := trained[~np.isnan(trained)]).size:
+            found = {"mean": known.mean(), "min": known.min(), "max": known.max()}
+            metrics |= {f"trained_reward_{name}": float(value) for name, value in found.items()}
+    return collected
+
+
+def group_rewards(
+    groups: Sequence[Sequence[Trajectory]], loss: LossConfig, llm: str | None = None
+) -> list[GroupReward]:
+    """Return mean and difference of the rewards that the loss compares in each group; 0 without a usable reward.
+
+    These are weighted sums after the length penalty or, with step rewards, rewards to go. The difference is the largest
+    of any turn and, with `normalize_then_sum`, of any weighted reward.
+    """
+    groups = [[with_recorded_sequences(trajectory) for trajectory in group] for group in groups]
+    collected = collect_rewards(groups, loss, llm)
+    compared = to_go = _rewards_to_go(collected, loss)
+    if collected.named_rewards is not None and loss.reward_weights is not None:
+        compared = np.hstack([to_go, collected.named_rewards * list(loss.reward_weights.values())])
+    measured = []
+    for number in range(len(groups)):
+        members = collected.group_ids == number
+        columns = [column[~np.isnan(column)] for column in (to_go[members, 0], *compared[members].T)]
+        known = columns[0].tolist() or [0.0]
+        diff = max(float(np.ptp(column)) if column.size else 0.0 for column in columns)
+        measured.append(GroupReward(sum(known) / len(known), diff))
+    return measured
+
+
+def _rewards_to_go(collected: CollectedRewards, loss: LossConfig) -> np.ndarray:
+    """Return the rewards `[trajectory, turn]` from each turn on; an outcome stands at the first turn. NaN elsewhere."""
+    if collected.step_rewards is None:
+        return collected.rewards[:, None]
+    gamma = 1.0 if loss.estimator in ("gae", "reinforce_pp") else loss.gamma  # they discount by the token
+    turns = np.arange(collected.step_rewards.shape[1])
+    discounts = np.tril(gamma ** np.maximum(np.subtract.outer(turns, turns), 0))
+    has_turn = ~np.isnan(collected.step_rewards)
+    to_go = np.where(has_turn, np.nan_to_num(collected.step_rewards) @ discounts, np.nan)
+    to_go[:, 0] = np.where(has_turn[:, 0], to_go[:, 0], collected.rewards)
+    return to_go
+
+
+def _has_own_reward(trajectory: Trajectory, loss: LossConfig) -> bool:
+    """True if the builder set the reward of a trajectory, which then stands for the weighted sum of named rewards."""
+    return (
+        trajectory.scorable
+        and trajectory.named_rewards == {}
+        and loss.multi_objective_aggregation == "sum_then_normalize"
+    )
+
+
+def _named(trajectory: Trajectory, names: Iterable[str]) -> list[float]:
+    """Return the rewards of these names; NaN for those that do not judge the trajectory, or if it is not scorable."""
+    given = (trajectory.named_rewards or {}) if trajectory.scorable else {}
+    return [math.nan if (reward := given.get(name)) is None else reward for name in names]
+
+
+def _step_table(groups: Sequence[Sequence[Trajectory]], outcomes: np.ndarray) -> np.ndarray | None:
+    """Return the rewards `[trajectory, turn]` of the groups that have step rewards; None if no group has any.
+
+    A trajectory without any in such a group has its outcome at its last turn. Rows of other groups are NaN.
+    """
+    steps: list[list[float]] = []
+    for group in groups:
+        has_steps = any(trajectory.scorable and trajectory.shaped_rewards for trajectory in group)
+        for trajectory in group:
+            if not (has_steps and trajectory.scorable):
+                steps.append([])
+                continue
+            sequences = trajectory.sequences or ()
+            if any(len(sequence.turns) != len(sequence.tokens) for sequence in sequences):
+                raise TrajectoryError(
+                    f"{name_of(trajectory)}: with shaped_rewards in a group every sequence has to say which turn each "
+                    "token belongs to (turns)"
+                )
+            last = max((max(sequence.turns, default=-1) for sequence in sequences), default=-1)
+            outcome = [*[0.0] * last, float(outcomes[len(steps)])] if last >= 0 else []
+            steps.append(trajectory.shaped_rewards or outcome)
+    if not any(steps):
+        return None
+    table = np.full((len(steps), max(map(len, steps))), np.nan)
+    for row, of_trajectory in zip(table, steps, strict=True):
+        row[: len(of_trajectory)] = of_trajectory
+    return table
+
+
+def compute_advantages(
+    job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """Add `advantages` to a job's batch; return it with metrics of groups without any, of KL in the reward and teacher.
+
+    Ppo also gets `returns`, and losses averaged over trajectories get `trajectory_tokens`. Arithmetic is float64, and
+    sums over tokens follow the order of the sequences, so that packed and padded jobs give equal bits.
+
+    Args:
+        job: the job, with `old_logprobs` and `ref_logprobs` for a KL in the reward, and with `old_values` and
+            `bootstrap_values` for ppo.
+        credit: rewards of the job's trajectories.
+        loss: sets the estimator, the discounts and the KL in the reward.
+    """
+    trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
+    mask = np.asarray(job.batch.completion_mask)[job.tokens]
+    k1 = np.zeros(len(mask))
+    if loss.kl_weight and loss.kl == "k1_in_reward":
+        scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
+        old, ref = (np.asarray(table, np.float64)[job.tokens] for table in scores)
+        k1 = np.where(mask, old - ref, 0.0)
+        trained = k1[mask]
+        metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
+    computed: dict[str, np.ndarray] = {}
+    if loss.estimator in ("gae", "reinforce_pp"):
+        computed = _advantages_per_token(job, credit, mask, k1, loss)
+    else:
+        computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
+        if credit.step_rewards is not None:  # one of the two is 0, as its rewards are NaN
+            computed["advantages"] += _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
+    if loss.distillation is not None:
+        computed["advantages"], of_teacher = _distilled(job, computed["advantages"], mask, loss.distillation)
+        metrics |= of_teacher
+    if loss.averaged_over == "trajectories":
+        computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
+    if loss.distillation is None or loss.distillation.is_sampled:  # in the loss, a teacher teaches every group
+        telling = credit.group_ids[trajectories[mask & (computed["advantages"] != 0)]]
+        metrics["no_signal_groups"] = np.unique(credit.group_ids).size - np.unique(telling).size
+    tables: dict[str, Any] = {}
+    for name, values in computed.items():
+        tables[name] = np.zeros(job.turns.shape, np.float32)
+        tables[name][job.tokens] = values
+    return job._replace(batch=job.batch._replace(**tables)), metrics
+
+
+def _distilled(
+    job: TrainingBatch, advantages: np.ndarray, mask: np.ndarray, distillation: DistillationConfig
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Weigh the advantages of all tokens, and add what the teacher thinks of them; return metrics of that.
+
+    The expectation of `log q - log p` times the gradient of `log p`, over tokens that `p` draws, is the negative
+    gradient of `KL(p || q)` of the next token (the single-step part of the gradient in arXiv 2306.08543).
+    """
+    coef = distillation.reward_coef
+    weighed = coef * advantages if coef else np.zeros(len(mask))  # also where an advantage is NaN
+    if job.teacher_logprobs is None:
+        return weighed, {}
+    gap = (np.asarray(table, np.float64)[job.tokens] for table in (job.teacher_logprobs, job.batch.sampler_logprobs))
+    gain = np.where(mask, np.subtract(*gap), 0.0)
+    return weighed + gain, {"teacher_divergence": float(-gain[mask].mean())}
+
+
+def _advantages_per_step(
+    job: TrainingBatch, step_rewards: np.ndarray, group_ids: np.ndarray, k1: np.ndarray, loss: LossConfig
+) -> np.ndarray:
+    turns, trajectories = job.turns[job.tokens], job.trajectories[job.places[0]]
+    has_turn, steps = (turns >= 0) & ~np.isnan(step_rewards).all(axis=1)[trajectories], step_rewards.copy()
+    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
+    advantages = np.zeros(len(turns))
+    per_step = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
+    advantages[has_turn] = per_step[trajectories[has_turn], turns[has_turn]]
+    return advantages
+
+
+def _advantages_per_trajectory(
+    job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig
+) -> np.ndarray:
+    if credit.named_rewards is not None and loss.reward_weights is not None:
+        weights = list(loss.reward_weights.values())
+        return np.asarray(normalize_then_sum(credit.named_rewards, credit.group_ids, weights))
+    divergence = np.zeros(len(credit.rewards))
+    np.add.at(divergence, job.trajectories, [span.sum() for span in _split(job, k1)])
+    rewards = credit.rewards - loss.kl_weight * divergence
+    return np.asarray(estimate_advantages(rewards, credit.group_ids, loss.estimator))
+
+
+def _advantages_per_token(
+    job: TrainingBatch, credit: CollectedRewards, mask: np.ndarray, k1: np.ndarray, loss: LossConfig
+) -> dict[str, np.ndarray]:
+    """Return the whitened advantage, and for GAE the return, of every token, sequence by sequence."""
+
+    def rows(values: np.ndarray) -> np.ndarray:
+        table = np.zeros((len(job.trajectories), job.packing.lengths.max()), values.dtype)
+        table[job.places] = values
+        return table
+
+    trained = rows(mask)
+    rewards = np.asarray(outcome_rewards(np.nan_to_num(credit.rewards)[job.trajectories], trained))
+    if credit.step_rewards is not None:
+        turns, steps = _split(job, job.turns[job.tokens]), credit.step_rewards[job.trajectories]
+        rewards += rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
+    rewards, found = rewards - loss.kl_weight * rows(k1), {}
+    if loss.estimator == "reinforce_pp":
+        advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
+    else:
+        values, behind = rows(np.asarray(job.batch.old_values)[job.tokens]), job.bootstrap_values
+        advantages, returns = gae(
+            rewards, values, trained, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=behind
+        )
+        found["returns"] = np.asarray(returns)[job.places]
+    return {"advantages": np.asarray(whiten(advantages, trained))[job.places], **found}
+
+
+def _split(job: TrainingBatch, values: np.ndarray) -> list[np.ndarray]:
+    """Split values of all tokens into one array per sequence."""
+    return np.split(values, np.cumsum(job.packing.lengths)[:-1])
+
+
+def _step_rewards(turns: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Put each turn's reward on its last token; a turn of another row rewards the latest earlier turn of this one."""
+    own, rewards = np.unique(turns[turns >= 0]), np.zeros(len(turns))
+    for turn in np.flatnonzero(~np.isnan(steps)):
+        before = own[own <= turn]
+        if before.size:
+            rewards[np.flatnonzero(turns == before[-1])[-1]] += steps[turn]
+    return rewards
