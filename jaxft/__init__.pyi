@@ -153,9 +153,11 @@ from .harness.registry import (
 from .harness.runtime import (
     run_script as run_script,
 )
+from .harness.opening import (
+    open_session as open_session,
+)
 from .harness.session import (
     Session as Session,
-    open_session as open_session,
 )
 from .harness.verbs import (
     run_arguments as run_arguments,

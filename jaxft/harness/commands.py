@@ -15,15 +15,9 @@ from jaxft.harness.config import Config, load_config, secrets_of
 from jaxft.harness.config_merge import literal
 from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.opening import MASKED, bring_back, open_session
 from jaxft.harness.output_fields import escape_fields
-from jaxft.harness.session import (
-    MASKED,
-    UNHEALTHY,
-    Session,
-    bring_back,
-    open_session,
-    resume_command,
-)
+from jaxft.harness.session import UNHEALTHY, Session, resume_command
 from jaxft.harness.signals import current_shutdown
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import current_console

@@ -27,12 +27,13 @@ from jaxft.harness.commands import open_models
 from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig, ValidationConfig
 from jaxft.harness.config_types import RewardFunctionConfig
 from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.opening import open_session
 from jaxft.harness.process import prepare_process
 from jaxft.harness.registry import (
     EvaluatorConfig,
     LLMConfig,
 )
-from jaxft.harness.session import Session, open_session
+from jaxft.harness.session import Session
 from jaxft.nat.chat_model import PolicyChatModel
 from jaxft.nat.configs import FINETUNING, OWN, PolicyConfig, own_config
 from jaxft.nat.foreign import ForeignAdapterConfig, ForeignBuilderConfig

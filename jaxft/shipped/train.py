@@ -19,8 +19,9 @@ from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path
 from jaxft.harness.config import Config, config_from_mapping
 from jaxft.harness.config_merge import literal
+from jaxft.harness.opening import open_session
 from jaxft.harness.runtime import result_of
-from jaxft.harness.session import MODEL_FOLDER, open_session, resume_command
+from jaxft.harness.session import MODEL_FOLDER, resume_command
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.models.config import PRESETS
 from jaxft.models.load import load_merged, load_model

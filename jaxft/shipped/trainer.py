@@ -16,7 +16,7 @@ from jaxft.errors import (
 )
 from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
-from jaxft.harness.heap import freeze_heap
+from jaxft.harness.opening import freeze_heap
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import LoggedTrainerConfig

@@ -19,9 +19,9 @@ from jaxft.files import OWN_KEYS, read_manifest, write_manifest
 from jaxft.harness.checkpointing import changes_of
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
+from jaxft.harness.opening import open_session
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, register_trainer, register_trainer_adapter
 from jaxft.harness.runtime import command_to_resume, run_script
-from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.verbs import run_arguments
 from jaxft.runs.directory import RunDirectory

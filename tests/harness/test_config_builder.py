@@ -6,7 +6,7 @@ from jaxft.errors import ComponentError, ConfigError
 from jaxft.harness.config import config_from_mapping, load_config
 from jaxft.harness.config_builder import ConfigBuilder
 from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.session import open_session
+from jaxft.harness.opening import open_session
 
 
 async def collected(config):

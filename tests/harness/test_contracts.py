@@ -13,8 +13,8 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
+from jaxft.harness.opening import open_session
 from jaxft.harness.registry import WorkflowConfig, register_workflow
-from jaxft.harness.session import open_session
 from jaxft.rollout.recorder import TRAINING, VALIDATION, episode
 
 

@@ -16,8 +16,8 @@ from jaxft.harness import runtime
 from jaxft.harness.commands import finetune
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config
+from jaxft.harness.opening import open_session
 from jaxft.harness.runtime import exit_code_of, run_script
-from jaxft.harness.session import open_session
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.verbs import run_arguments
 from jaxft.runs.console import Console

@@ -2,7 +2,7 @@
 
 import gc
 
-from jaxft.harness.heap import freeze_heap, frozen_heap
+from jaxft.harness.opening import freeze_heap, frozen_heap
 
 
 def test_a_heap_is_frozen_within_the_block_only(monkeypatch):
