@@ -12,11 +12,10 @@ from typing import Any
 from jaxft.errors import CheckFailed, ConfigError, Stopped, without_secrets
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, load_config, secrets_of
-from jaxft.harness.config_merge import literal
+from jaxft.harness.config_merge import escape_fields, literal
 from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.opening import MASKED, bring_back, open_session
-from jaxft.harness.output_fields import escape_fields
 from jaxft.harness.session import UNHEALTHY, Session, resume_command
 from jaxft.harness.signals import current_shutdown
 from jaxft.redaction import hiding, redactor

@@ -28,7 +28,18 @@ from pydantic_core import ErrorDetails, InitErrorDetails
 import jaxft.harness.arrow_datasets  # noqa: F401, registers dataset loaders, and so does `datasets`
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness import config_help
-from jaxft.harness.config_merge import ConfigErrors, expanded, layers_of, literal, located, override, read_layers
+from jaxft.harness.config_merge import (
+    OUTPUT_DIR,
+    ConfigErrors,
+    escape_fields,
+    expanded,
+    layers_of,
+    literal,
+    located,
+    override,
+    read_layers,
+    with_fields_expanded,
+)
 from jaxft.harness.config_types import (
     REFERENCE_SECTIONS,
     ConfigModel,
@@ -41,7 +52,6 @@ from jaxft.harness.config_types import (
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.evaluators import weighted_sum_faults
-from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, with_fields_expanded
 from jaxft.harness.registry import (
     REGISTRY,
     ComponentConfig,

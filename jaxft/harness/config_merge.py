@@ -10,21 +10,31 @@ A text that then begins with `file://` is replaced by the content of that file, 
 `file:///etc/key` is absolute. The file is UTF-8; a byte order mark and one line break at its end are dropped, and the
 rest is taken as it stands: no variables, no YAML, no further `file://`. `$file://` stands for `file://`, `$$file://`
 for `$file://`, and so on.
+
+Last of all, the fields of the configuration that `finetuning.output_dir` names are replaced by their values, as in
+`runs/{trainer_adapters.local.loss.name}/{seed}`. A field is any dotted path; one of the section `finetuning` may be
+named alone. `{{` and `}}` stand for braces.
 """
 
+import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxft.errors import ConfigError
-from jaxft.files import home_path
+from jaxft.errors import ConfigError, did_you_mean
+from jaxft.files import home_path, safe_name
 from jaxft.harness.config_types import ConfigText, kind_of
 from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[^}:]*)(?::-(?P<default>[^}]*))?\}")
 _FILE = "file://"
+_FIELD = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]")
+
+OUTPUT_DIR = "finetuning.output_dir"
+"""Path of the field that other fields may be part of."""
 
 
 class ConfigErrors(dict[str, str]):
@@ -151,35 +161,35 @@ def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faul
             # The message of the parser could repeat the value, which may be a secret.
             faults.add(path, "the value given on the command line is not YAML: quote it")
             continue
-        *parents, last = path.split(".")
-        node: Any = mapping
-        for depth, part in enumerate(parents):
-            node = _step(node, part, ".".join(parents[:depth]), path, faults)
-        if isinstance(node, dict) and value is None and _is_component(node.get(last)):
-            del node[last]
-        elif isinstance(node, dict):
-            node[last] = value
-        elif _has_item(node, last, ".".join(parents), path, faults):
-            node[int(last)] = value
+        try:
+            changed = _put(mapping, path.split("."), 0, value)
+        except ValueError as error:
+            faults.add(path, f"cannot be set: {error}")
+        else:
+            mapping.clear()
+            mapping.update(changed)
 
 
-def _step(node: Any, part: str, so_far: str, path: str, faults: ConfigErrors) -> Any:
-    """Return the item `part` of a container; None after an error."""
-    if isinstance(node, dict):
-        if node.get(part) is None:
-            node[part] = {}
-        return node[part]
-    return node[int(part)] if _has_item(node, part, so_far, path, faults) else None
+def _put(node: Any, path: Sequence[str], depth: int, value: Any) -> Any:
+    """Return a copy of what stands at `path[:depth]`, with a value at the whole path.
 
-
-def _has_item(node: Any, part: str, so_far: str, path: str, faults: ConfigErrors) -> bool:
+    Raises:
+        ValueError: something on the path is neither a map nor a list with such an item.
+    """
+    if depth == len(path):
+        return value
+    part, above = path[depth], ".".join(path[:depth])
+    if node is None or isinstance(node, dict):
+        put = {**(node or {}), part: _put((node or {}).get(part), path, depth + 1, value)}
+        if put[part] is None and _is_component((node or {}).get(part)):
+            del put[part]
+        return put
     if not isinstance(node, list):
-        faults.add(path, f"cannot be set: '{so_far}' holds {kind_of(node)}, which has no '{part}'")
-    elif not part.isdecimal() or int(part) >= len(node):
-        faults.add(path, f"cannot be set: '{so_far}' is a list of {len(node)}, which has no item '{part}'")
-    else:
-        return True
-    return False
+        raise ValueError(f"'{above}' holds {kind_of(node)}, which has no '{part}'")
+    if not part.isdecimal() or int(part) >= len(node):
+        raise ValueError(f"'{above}' is a list of {len(node)}, which has no item '{part}'")
+    put = _put(node[int(part)], path, depth + 1, value)
+    return [put if index == int(part) else item for index, item in enumerate(node)]
 
 
 def expanded(value: Any, path: str, faults: ConfigErrors) -> Any:
@@ -241,3 +251,73 @@ def _variable(found: re.Match[str], path: str, faults: ConfigErrors) -> str:
     if default is None:
         faults.add(path, f"the environment variable '{name}' is not set: set it, or write ${{{name}:-default}}")
     return default or ""
+
+
+def has_fields(text: str) -> bool:
+    """Return True if a path has a field, or a brace that is no part of one.
+
+    >>> has_fields("runs/{seed}"), has_fields("runs/{{seed}}")
+    (True, False)
+    """
+    return any(found[0] not in ("{{", "}}") for found in _FIELD.finditer(text))
+
+
+def escape_fields(text: str) -> str:
+    """Double the braces of a path, so that it is read back unchanged.
+
+    >>> escape_fields("runs/{x}")
+    'runs/{{x}}'
+    """
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def with_fields_expanded(output_dir: str, config: Mapping[str, Any]) -> str:
+    """Return an output directory with the values of its fields, each made safe for a file name.
+
+    >>> with_fields_expanded("runs/{seed}/{llms.policy.path}", {"llms": {"policy": {"path": "a/b"}}, "seed": 3})
+    'runs/3/a_b-c14cddc033f6'
+
+    Args:
+        output_dir: the directory as it is written.
+        config: the whole configuration as JSON has it, every field with its value.
+
+    Raises:
+        ValueError: there is no such field, it holds no single value or a secret, or a brace stands alone; the message
+            begins with the fault.
+    """
+    values = dict(_flat(config, ""))
+    section = OUTPUT_DIR.partition(".")[0]
+    values = {path.removeprefix(f"{section}."): value for path, value in values.items()} | values
+
+    def replacement(found: re.Match[str]) -> str:
+        name = found["name"]
+        if found[0] in ("{{", "}}"):
+            return found[0][0]
+        if name is None:
+            raise ValueError(f"holds a '{found[0]}' alone: write {{{{ and }}}} for braces, {{seed}} for a field")
+        if name in (OUTPUT_DIR, OUTPUT_DIR.partition(".")[2]):
+            raise ValueError(f"'{{{name}}}' stands for the directory itself: name another field")
+        if name not in values:
+            near = did_you_mean(name, values, what="fields")
+            # Without a near name it would list all of them.
+            near = near if near.endswith("?") else "; a field is a dotted path of the configuration, or 'seed'"
+            raise ValueError(f"'{{{name}}}' is no field{near} ({{{{ and }}}} stand for braces)")
+        value = values[name]
+        if isinstance(value, Mapping | list):
+            raise ValueError(f"'{{{name}}}' is {kind_of(value)}: name one value in it")
+        text = value if isinstance(value, str) else json.dumps(value)
+        is_masked = bool(text) and not text.strip("*")
+        if is_masked or is_secret_name(name.rpartition(".")[2]) or secrets_in_urls(text):
+            raise ValueError(f"'{{{name}}}' is a secret, which no file name may hold: name another field")
+        return safe_name(text)
+
+    return _FIELD.sub(replacement, output_dir)
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield everything in a configuration by its dotted path."""
+    if path:
+        yield path, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        yield from _flat(inner, f"{path}.{name}" if path else str(name))

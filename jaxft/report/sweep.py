@@ -18,9 +18,18 @@ from typing import Any, NamedTuple
 
 from jaxft.errors import ConfigError, JaxftError, RunDirectoryError, RunsFailed, Stopped
 from jaxft.files import home_path
-from jaxft.harness.config_merge import ConfigErrors, expanded, literal, override, read_layers
+from jaxft.harness.config_merge import (
+    OUTPUT_DIR,
+    ConfigErrors,
+    escape_fields,
+    expanded,
+    has_fields,
+    literal,
+    override,
+    read_layers,
+    with_fields_expanded,
+)
 from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.output_fields import OUTPUT_DIR, escape_fields, has_fields, with_fields_expanded
 from jaxft.harness.runtime import complain, config_of, exit_code_of
 from jaxft.harness.signals import current_shutdown
 from jaxft.harness.verbs import OptionParser, Verb

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxft.errors import ComponentError, ConfigError, JaxftError
 from jaxft.harness.checkpointing import changes_of
 from jaxft.harness.config import Config, resolved_yaml, secrets_of
-from jaxft.harness.output_fields import OUTPUT_DIR
+from jaxft.harness.config_merge import OUTPUT_DIR
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.redaction import hiding
 from jaxft.report.sweep_grid import GridRun, Overrides
