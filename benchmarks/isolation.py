@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxft
-from jaxft.harness.isolation.zygote import children
+from jaxft.harness.worker_processes import children
 from jaxft.runs.console import Console
 from jaxft.runs.environment import environment
 
@@ -111,7 +111,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                 outcomes = await evaluation.validate(items)
                 seconds[name].append(time.perf_counter() - began)
                 assert all(outcome.error is None for outcome in outcomes)
-        workers = [worker for zygote in children(os.getpid()) for worker in children(zygote)]
+        workers = [worker for server in children(os.getpid()) for worker in children(server)]
         private_mb = statistics.median(private_megabytes(worker) for worker in workers)
     return {"seconds": seconds, "first_round_seconds": start_seconds, "private_mb_of_a_worker": private_mb}
 

@@ -146,10 +146,13 @@ class ComponentBuilder(ConfigBuilder):
         """
         if self._lender is not None and name in self._lender.config.llms:
             return await self._lender.get_llm(name, wrapper_type)
-        llm = await self._get("llms", name, LLMConfig, object)
+        llm = await self._language_model(name)
         if wrapper_type is None:
             return llm
         return rollout.client_of(llm, wrapper_type)
+
+    async def _language_model(self, name: str) -> Any:
+        return await self._get("llms", name, LLMConfig, object)
 
     async def get_server_url(self, default: ServeConfig | None = None, port: int | None = None) -> str:
         """Return the address of the server of this run's language models, which is started if it does not run yet.
@@ -337,7 +340,7 @@ class ComponentBuilder(ConfigBuilder):
         general = self.config.eval.general
         timeout_seconds = general.timeout_seconds
         if general.isolation == "process":
-            workflow = await self._in_worker("workflow", None, timeout_seconds, "the workflow gave no output")
+            workflow = await self._in_worker(None, timeout_seconds, "the workflow gave no output")
             timeout_seconds = None  # which the workers have
         else:
             workflow = await self.get_workflow()
@@ -364,7 +367,7 @@ class ComponentBuilder(ConfigBuilder):
         is_isolated = self.config.eval.general.judge_isolation == "process"
         for name, config in self.config.eval.evaluators.items():
             if is_isolated and not isinstance(config, WeightedSumConfig):
-                judge = await self._in_worker(f"{SECTION}.{name}", name, config.timeout_seconds, "no score")
+                judge = await self._in_worker(name, config.timeout_seconds, "no score")
                 evaluators[name] = BoundEvaluator(judge, isinstance(config, GroupEvaluatorConfig))
                 continue
             made = await self.get_evaluator(name)
@@ -374,29 +377,23 @@ class ComponentBuilder(ConfigBuilder):
             )
         return evaluators
 
-    async def _in_worker(self, place: str, name: str | None, seconds: float | None, late: str) -> Callable[..., Any]:
-        """Return a component as a function that runs in workers, after it was made in one of them."""
+    async def _in_worker(self, name: str | None, seconds: float | None, late: str) -> Callable[..., Any]:
+        """Return the workflow, for None, or an evaluator as a function that runs in workers; see `WorkerPool`."""
         pool = await self._shared("workers", self._make_pool)
-        try:
-            await pool.check(name)
-        except UserCodeError as failure:
-            raise _failure(place, failure) from failure.error
-        except WorkerError as error:
-            raise ComponentError(f"{place}: making it: {error}") from error
         return pool.function(name, seconds, late)
 
     async def _make_pool(self) -> Any:
         # Imported here, as a run without workers needs no JAX for that.
-        from jaxft.harness.isolation.answering import RunSide
-        from jaxft.harness.isolation.pool import WorkerPool
+        from jaxft.harness.isolation import WorkerPool
 
-        general = self.config.eval.general
-        pool = WorkerPool(
-            self.config,
-            general.max_concurrency,
-            RunSide(self.get_llm, self.get_server_url, self.console.message),
-        )
+        pool = WorkerPool(self)
         self._closing.push_async_callback(pool.close)
+        try:
+            await pool.check()
+        except UserCodeError as failure:
+            raise _failure("eval.general.isolation", failure) from failure.error
+        except WorkerError as error:
+            raise ComponentError(f"eval.general.isolation: {error}") from error
         return pool
 
     async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:

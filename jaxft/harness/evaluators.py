@@ -184,6 +184,13 @@ class BoundEvaluator:
     timeout_seconds: float | None = None
 
 
+class Scored(NamedTuple):
+    """The score that an evaluator gave one episode, and its reasoning or None."""
+
+    score: Score
+    reasoning: Any
+
+
 class Scores(NamedTuple):
     """Scores and reasonings of one episode by evaluator; error and traceback of the first evaluator that failed."""
 
@@ -236,18 +243,27 @@ def to_scalar(score: Score) -> float | None:
 
 async def _scores(
     name: str, evaluator: BoundEvaluator, items: Sequence[EvalInputItem], supervisor: Supervisor
-) -> list[tuple[Score, Any] | UserCodeError]:
+) -> list[Scored | UserCodeError]:
     """Return score and reasoning (or None) of each item, or the error of that item alone."""
-    example_id = items[0].id
     given = await supervisor.run(
         evaluator.function,
         list(items) if evaluator.is_group else items[0],
-        name=f"evaluator '{name}' of example '{example_id}'",
+        name=f"evaluator '{name}' of example '{items[0].id}'",
         run_in_thread=evaluator.timeout_seconds is not None and not is_async(evaluator.function),
         seconds=evaluator.timeout_seconds,
         late="no score",
     )
-    if not evaluator.is_group:
+    return scored_values(given, items, is_group=evaluator.is_group)
+
+
+def scored_values(given: Any, items: Sequence[EvalInputItem], *, is_group: bool) -> list[Scored | UserCodeError]:
+    """Return the scores in what an evaluator returned for an item or a group, or the error of a wrong value alone.
+
+    Raises:
+        TypeError, ValueError: there is not one value for each item.
+    """
+    example_id = items[0].id
+    if not is_group:
         return [_scored_alone(given, example_id)]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(
@@ -259,7 +275,7 @@ async def _scores(
     return [_scored_alone(value, example_id) for value in given]
 
 
-def _scored_alone(value: Any, example_id: str) -> tuple[Score, Any] | UserCodeError:
+def _scored_alone(value: Any, example_id: str) -> Scored | UserCodeError:
     """Return `_scored`, or the error of this episode: one that the evaluator returned, or of a wrong value."""
     try:
         with user_code():
@@ -270,17 +286,19 @@ def _scored_alone(value: Any, example_id: str) -> tuple[Score, Any] | UserCodeEr
         return failure
 
 
-def _scored(value: Any, example_id: str) -> tuple[Score, Any]:
+def _scored(value: Any, example_id: str) -> Scored:
     """Return score and reasoning from the value that an evaluator returned for one episode."""
+    if isinstance(value, Scored):  # that of a worker
+        return value
     # An item of the toolkit as a plain dict. If `reasoning` is a number, the dict holds two named scores instead.
     if isinstance(value, Mapping) and {"score", "reasoning"} <= value.keys() and not is_number(value["reasoning"]):
         value = EvalOutputItem.model_validate({**value, "id": example_id})
     if not isinstance(value, EvalOutputItem):
-        return _score(value, example_id), None
+        return Scored(_score(value, example_id), None)
     if value.error is not None:
         raise RuntimeError(value.error)
     score = value.score if value.named_scores is None else value.named_scores
-    return _score(score, example_id), _as_json(value.reasoning)
+    return Scored(_score(score, example_id), _as_json(value.reasoning))
 
 
 def _as_json(reasoning: Any) -> Any:

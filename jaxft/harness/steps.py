@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, overload
 
-from pydantic import BaseModel, ConfigDict, SerializeAsAny
+from pydantic import BaseModel, ConfigDict, SerializeAsAny, field_validator
 
 from jaxft.rollout.calls import Call, logprobs_with_record
 from jaxft.rollout.messages import canonical_messages, comparison_key, readable_text
@@ -103,6 +103,11 @@ class IntermediateStepPayload(BaseModel):
     metadata: dict[str, Any] | None = None
     data: SerializeAsAny[StreamEventData] | None = None
     UUID: str = ""
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _has_its_class(cls, given: Any) -> Any:
+        return TTCEventData(**given) if isinstance(given, dict) and "candidate_index" in given else given
 
     @property
     def event_category(self) -> IntermediateStepCategory:

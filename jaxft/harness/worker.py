@@ -9,31 +9,40 @@ import contextlib
 import faulthandler
 import io
 import itertools
+import json
 import logging
 import os
 import pickle
-import queue
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from enum import Enum
-from logging.handlers import QueueHandler
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, cast
 
 from filelock import FileLock
+from pydantic import TypeAdapter
 
-from jaxft.errors import RequestError, UserCodeError, WorkerError, user_code
+from jaxft.errors import ComponentError, RequestError, UserCodeError, WorkerError, user_code
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config
 from jaxft.harness.config_types import ServeConfig
-from jaxft.harness.isolation import messages
-from jaxft.harness.isolation.messages import Identity, Work
-from jaxft.harness.isolation.zygote import command_of, flush_output, kill_descendants, kill_worker, started_by
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.evaluators import WeightedSumConfig, scored_values
+from jaxft.harness.registry import GroupEvaluatorConfig, import_installed, import_module
 from jaxft.harness.supervision import Supervisor, is_async
-from jaxft.rollout.calls import Reply
+from jaxft.harness.worker_processes import (
+    command_of,
+    descendants,
+    flush_output,
+    kill_all,
+    limit_memory,
+    started_by,
+)
+from jaxft.harness.worker_protocol import Message, check_json, describe_error, out_of_memory, read_error, to_line
+from jaxft.rollout.calls import Call, Reply
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.recorder import (
@@ -50,21 +59,42 @@ from jaxft.runs.directory import RunDirectory
 CHILD_GRACE_SECONDS = 1.0
 """Time that processes of an agent have to end after it."""
 
+REPLY, CALLS, DELTA = TypeAdapter(Reply), TypeAdapter(list[Call]), TypeAdapter(Delta)
 
-def work(connection: socket.socket, trace: int, config: Config, memory_bytes: int | None) -> None:
-    """Serve the run until it closes the connection or says so.
+
+def work(
+    connection: socket.socket, trace: int, imports: Sequence[str], config: bytes, memory_mb: int | None, log_level: int
+) -> None:
+    """Serve the run until it closes the connection.
 
     Args:
         connection: the connection to the run.
         trace: file that the place of a crash is written to, and the present place when SIGUSR1 comes.
-        config: the configuration of the run.
-        memory_bytes: memory that the worker may take; None: no limit.
+        imports: modules that register the user's components.
+        config: the configuration of the run, pickled: its classes are in those modules.
+        memory_mb: MiB that the worker may take beside what its imports took; None: no limit.
+        log_level: lowest level of the records of `logging` that the run shows.
     """
     faulthandler.enable(file=trace)
     faulthandler.register(signal.SIGUSR1, file=trace)
     # Or the last lines before a crash would be lost, as standard output is a pipe.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    asyncio.run(_Worker(connection, config, memory_bytes).serve())
+    run = RunConnection(connection)
+    logging.getLogger().setLevel(log_level)
+    logging.getLogger().handlers[:] = [_LogSender(run)]
+    asyncio.run(_serve(run, imports, config, memory_mb))
+
+
+async def _serve(run: "RunConnection", imports: Sequence[str], config: bytes, memory_mb: int | None) -> None:
+    """Make the components, and call one for each work."""
+    loop = asyncio.get_running_loop()
+    works: asyncio.Queue[Message | None] = asyncio.Queue()
+    run.listen(lambda work: loop.call_soon_threadsafe(works.put_nowait, work))
+    worker = _Worker(run, memory_mb)
+    run.end_work(await worker.done(worker.start(imports, config)))
+    while (work := await works.get()) is not None:
+        run.end_work(await worker.do(work))
+    await worker.builder.__aexit__()
 
 
 class RunConnection:
@@ -74,17 +104,18 @@ class RunConnection:
         self._socket = connection
         self._sending = threading.Lock()
         self._pid = os.getpid()
-        self._numbers = itertools.count()
-        # By the number of the request.
-        self._waiting: dict[int, tuple[asyncio.Future[Any], Callable[[Delta], None] | None]] = {}
-        self.work: queue.SimpleQueue[Work | messages.Make | messages.Close] = queue.SimpleQueue()
-        self.on_work: Callable[[], object] = lambda: None
+        self._ids = itertools.count()
+        self.is_working = True
+        self._waiting: dict[int, tuple[asyncio.Future[Any], Callable[[Delta], None] | None]] = {}  # by id of a request
 
-    def listen(self) -> None:
-        """Read messages in a new thread; the process ends when the run has gone."""
-        threading.Thread(target=self._listen, name="jaxft worker", daemon=True).start()
+    def listen(self, take_work: Callable[[Message | None], object]) -> None:
+        """Read messages in a new thread, and pass on works, or None when the run wants no more.
 
-    def send(self, message: Any, episode: Episode | None = None) -> None:
+        When the run has gone during a work, the process ends.
+        """
+        threading.Thread(target=self._listen, args=(take_work,), name="jaxft worker", daemon=True).start()
+
+    def send(self, message: Message, episode: Episode | None = None) -> None:
         """Send a message, of an episode if one is given.
 
         Raises:
@@ -97,67 +128,71 @@ class RunConnection:
                 "a process that an agent starts cannot use the agent's own clients: give it jaxft.episode().base_url "
                 "of a run that serves its language models (llms.<name>.serve)"
             )
-        content = messages.pack(message)
+        line = to_line(message)
         try:
             with self._sending:
                 if episode is not None and episode.is_over:  # the run takes what it asks for one of the next episode
                     raise episode.closed()
-                self._socket.sendall(content)
+                self._socket.sendall(line)
         except OSError as error:
             raise WorkerError(f"the connection to the run is closed: {error}") from None
 
+    def end_work(self, done: Message) -> None:
+        """Tell the run how a work ended."""
+        flush_output()
+        self.is_working = False
+        self.send({"done": done})
+
     async def ask(
         self,
-        make: Callable[[int], Any],
+        request: Message,
         on_delta: Callable[[Delta], None] | None = None,
         episode: Episode | None = None,
     ) -> Any:
-        """Send the request that `make` returns for a number, and return the answer to it."""
-        loop = asyncio.get_running_loop()
-        number, future = next(self._numbers), loop.create_future()
+        """Send a request, and return the result of it."""
+        number, future = next(self._ids), asyncio.get_running_loop().create_future()
         self._waiting[number] = future, on_delta
         try:
-            self.send(make(number), episode)
+            self.send({"id": number, **request}, episode)
             return await future
         except asyncio.CancelledError:
             with contextlib.suppress(WorkerError):
-                self.send(messages.Cancel(number))
+                self.send({"cancel": number})
             raise
         finally:
             del self._waiting[number]
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                message = messages.receive(self._socket)
-            except OSError:  # the agent has closed it
-                return
-            if message is None:
-                kill_descendants(self._pid)
+    def _listen(self, take_work: Callable[[Message | None], object]) -> None:
+        with contextlib.suppress(OSError), self._socket.makefile("rb") as lines:  # the agent may close it
+            for line in lines:
+                message = json.loads(line)
+                if "id" not in message:
+                    self.is_working = True
+                    take_work(message)
+                elif message["id"] in self._waiting:  # it was not cancelled
+                    with contextlib.suppress(RuntimeError):  # the loop has been closed, and nobody waits in it
+                        _deliver(message, *self._waiting[message["id"]])
+            if self.is_working:
+                kill_all(partial(descendants, self._pid))
                 os._exit(1)
-            if isinstance(message, Work | messages.Make | messages.Close):
-                self.work.put(message)
-                self.on_work()
-                continue
-            waiting = self._waiting.get(message.number)
-            if waiting is None:  # it was cancelled
-                continue
-            future, on_delta = waiting
-            with contextlib.suppress(RuntimeError):  # the loop has been closed, and nobody waits in it
-                if isinstance(message, messages.Piece):
-                    if on_delta is not None:
-                        future.get_loop().call_soon_threadsafe(on_delta, message.delta)
-                else:
-                    future.get_loop().call_soon_threadsafe(_set, future, message)
+            take_work(None)
 
 
-def _set(future: "asyncio.Future[Any]", message: Any) -> None:
-    if future.done():
-        return
-    if isinstance(message, messages.Refusal):
-        future.set_exception(messages.unpack_error(message.error, message.summary))
-    else:
-        future.set_result(message)
+def _deliver(message: Message, future: "asyncio.Future[Any]", on_delta: Callable[[Delta], None] | None) -> None:
+    """Give a message to the request that waits for it, in the event loop where it waits."""
+
+    def end() -> None:
+        if future.done():
+            return
+        if "error" in message:
+            future.set_exception(read_error(message["error"]))
+        else:
+            future.set_result(message["result"])
+
+    if "delta" not in message:
+        future.get_loop().call_soon_threadsafe(end)
+    elif on_delta is not None:
+        future.get_loop().call_soon_threadsafe(on_delta, DELTA.validate_python(message["delta"]))
 
 
 class WorkerClient(LanguageModel):
@@ -174,28 +209,28 @@ class WorkerClient(LanguageModel):
     ) -> Reply:
         """Answer a request like `chat`, and give `on_delta` the pieces of the answers as they are sampled."""
         episode = find_episode()
-        place = "episode" if episode is not None else "outside" if is_outside_on_purpose() else "unknown"
         if episode is not None:
             await episode.check_open()
             episode.count_begun(request.n)
+        question = {
+            "answer": self.name,
+            "request": request,
+            "is_streamed": on_delta is not None,
+            "functions": current_functions(),
+            "place": "episode" if episode is not None else "outside" if is_outside_on_purpose() else "unknown",
+        }
         try:
-            answer = await self._connection.ask(
-                lambda number: messages.Ask(
-                    number, self.name, request, on_delta is not None, current_functions(), place
-                ),
-                on_delta,
-                episode,
-            )
+            answer = await self._connection.ask(question, on_delta, episode)
         except RequestError:  # the run refused it before it began
             if episode is not None:
                 episode.count_begun(-request.n)
             raise
-        self._texts |= answer.texts
+        self._texts |= {int(token): text for token, text in answer["texts"].items()}
         if episode is not None:
             episode.texts_of_tokens[self.name] = self.token_text
-            for call in answer.calls:
+            for call in CALLS.validate_python(answer["calls"]):
                 episode.record(call)
-        return answer.reply
+        return REPLY.validate_python(answer["reply"])
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a token of an earlier answer, control tokens included."""
@@ -203,7 +238,7 @@ class WorkerClient(LanguageModel):
 
     async def check(self) -> None:
         """Raise a `PolicyError` if the model can answer nothing any more."""
-        await self._connection.ask(lambda number: messages.Check(number, self.name))
+        await self._connection.ask({"check": self.name})
 
 
 class WorkerBuilder(ComponentBuilder):
@@ -215,28 +250,19 @@ class WorkerBuilder(ComponentBuilder):
         super().__init__(config, RunDirectory(path, FileLock(path / "unused.lock")), _WorkerConsole(connection))
         self._connection = connection
 
-    async def get_llm(self, name: str, wrapper_type: str | Enum | None = None) -> Any:
-        """Return the language model `llms.<name>`; see `ComponentBuilder.get_llm`."""
-        self._config_of("llms", name)  # raises if there is none
-        llm = await self._shared(f"llms.{name} of the run", lambda: self._find(name))
-        if llm is None:  # one on a server, which needs nothing of the run
-            return await super().get_llm(name, wrapper_type)
-        if wrapper_type is None:
-            return llm
-        # Imported here, as it needs an extra.
-        from jaxft.rollout.frameworks import client_of
-
-        return client_of(llm, wrapper_type)
-
     async def get_server_url(self, default: ServeConfig | None = None, port: int | None = None) -> str:
         """Return the address of the run's server."""
-        return (await self._connection.ask(messages.Serve)).url
+        return await self._connection.ask({"serve": True})
+
+    async def _language_model(self, name: str) -> Any:
+        self._config_of("llms", name)  # raises if there is none
+        llm = await self._shared(f"llms.{name} of the run", lambda: self._find(name))
+        return await super()._language_model(name) if llm is None else llm
 
     async def _find(self, name: str) -> WorkerClient | None:
-        found = await self._connection.ask(lambda number: messages.Find(number, name))
-        if found.max_context_tokens is None:
-            return None
-        return WorkerClient(self._connection, name, found.max_context_tokens)
+        """Return the client of a language model of the run; None for one on a server, which needs nothing of it."""
+        tokens = await self._connection.ask({"find": name})
+        return None if tokens is None else WorkerClient(self._connection, name, tokens)
 
 
 class _WorkerConsole(Console):
@@ -247,147 +273,133 @@ class _WorkerConsole(Console):
         self._connection = connection
 
     def message(self, text: str) -> None:
-        self._connection.send(messages.Note(text))
+        self._connection.send({"note": text})
 
     def status(self, text: Any) -> None:
         return None
 
 
+class _LogSender(logging.Handler):
+    """Sends records of `logging` to the run, which shows them as it shows its own."""
+
+    def __init__(self, connection: RunConnection) -> None:
+        super().__init__()
+        self._connection, self._pid = connection, os.getpid()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if os.getpid() != self._pid:  # one that the agent has forked
+            os.write(2, f"{record.levelname} {record.name}: {text}\n".encode(errors="replace"))
+            return
+        # `extra` may be anything; what the others hold is in the text.
+        plain = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float | None)}
+        self._connection.send({"log": plain | {"msg": text, "args": None, "exc_text": None}})
+
+
 class _Worker:
-    def __init__(self, connection: socket.socket, config: Config, memory_bytes: int | None) -> None:
-        self._connection = RunConnection(connection)
-        self._builder = WorkerBuilder(config, self._connection)
-        self._supervisor = Supervisor(lambda text: self._connection.send(messages.Note(text)), blocked_seconds=None)
-        self._memory_bytes = memory_bytes
+    builder: WorkerBuilder
 
-    async def serve(self) -> None:
-        """Do the work that the run sends, until it closes the connection or says so."""
-        loop, has_work = asyncio.get_running_loop(), asyncio.Event()
-        self._connection.on_work = lambda: loop.call_soon_threadsafe(has_work.set)
-        self._connection.listen()
-        _send_logs(self._connection)
-        while True:
-            await has_work.wait()
-            has_work.clear()
-            work = self._connection.work.get()
-            done = await (self._do(work) if isinstance(work, Work) else self._make_or_close(work))
-            flush_output()
-            self._connection.send(done)
+    def __init__(self, run: RunConnection, memory_mb: int | None) -> None:
+        self._run, self._memory_mb = run, memory_mb
+        self._supervisor = Supervisor(lambda text: run.send({"note": text}), blocked_seconds=None)
 
-    async def _make_or_close(self, work: messages.Make | messages.Close) -> Any:
-        """Make a component or close all, and return the message about that."""
-        before = set(sys.modules)
+    async def start(self, imports: Sequence[str], pickled: bytes) -> None:
+        """Import the user's modules, and make the components that run in workers."""
+        what = "modules of the agent"
         try:
             with user_code():
-                if isinstance(work, messages.Make):
-                    await self._component(work.name)
-                else:
-                    await self._builder.__aexit__()
+                import_installed()
+                for name in imports:
+                    import_module(name)
+                what = "configuration, whose classes must be in modules that can be imported"
+                config = pickle.loads(pickled)
         except UserCodeError as failure:
-            return _failed(failure, is_fatal=True)
-        # Python adds a module before those that it imports, but to import them one after the other is the same.
-        return messages.Made(tuple(name for name in list(sys.modules) if name not in before))
+            raise ComponentError(
+                f"eval.general.isolation: a worker cannot import the {what}: {failure.summary}"
+            ) from None
+        if self._memory_mb is not None:
+            limit_memory(self._memory_mb * 2**20)
+        self.builder, general = WorkerBuilder(config, self._run), config.eval.general
+        if general.isolation == "process":
+            await self.builder.get_workflow()
+        for name, evaluator in config.eval.evaluators.items():
+            if general.judge_isolation == "process" and not isinstance(evaluator, WeightedSumConfig):
+                await self.builder.get_evaluator(name)
 
-    async def _component(self, name: str | None) -> Any:
-        return await (self._builder.get_workflow() if name is None else self._builder.get_evaluator(name))
+    async def do(self, work: Message) -> Message:
+        """Do a work, and return how it ended."""
+        episode = None
+        if work["episode"] is not None:
+            episode = Episode(**work["episode"])  # the worker's own record; that of the run is the one that counts
+            if work["token"] is not None:
+                episode.adopt_token(work["token"])
+        call = self._call(work["call"], work["argument"], work["label"], episode)
+        done = await self.done(_leaving_nothing(call))
+        if episode is not None:  # what only this process knows; the run itself records the calls
+            candidates = [([call.index for call in calls], scores) for calls, scores in episode.candidates]
+            done |= {"step_rewards": list(episode.step_rewards.items()), "candidates": candidates}
+            done |= {"remote_calls": episode.remote_calls}
+        return done
 
-    async def _do(self, work: Work) -> Any:
-        """Do a work and return the message about its result; end all processes that it leaves behind."""
-        before = started_by(os.getpid())
-        episode = None if work.episode is None else _episode(work.episode)
-        outside = outside_calls()
+    async def done(self, working: Coroutine[Any, Any, Any]) -> Message:
+        """Return how a coroutine ended, with its result or error."""
+        outside, result, error, is_usable = outside_calls(), None, None, True
         try:
             with user_code():
-                try:
-                    result = await self._call(work, episode)
-                finally:
-                    left = await _left_behind(before)
-                if left:
-                    raise WorkerError(f"it left {len(left)} processes behind, the first of which is {left[0]}")
-            return messages.Done(result, _remains(episode, outside_calls() - outside))
+                result = await working
         except UserCodeError as failure:
-            error = failure.error
-            if isinstance(error, MemoryError) and self._memory_bytes is not None:
-                error = messages.out_of_memory(self._memory_bytes)
-                failure = UserCodeError(error.with_traceback(failure.error.__traceback__))
-            is_fatal = isinstance(error, WorkerError | MemoryError)
-            return _failed(failure, is_fatal=is_fatal, remains=_remains(episode, outside_calls() - outside))
+            is_usable = not isinstance(failure.error, WorkerError | MemoryError)
+            if isinstance(failure.error, MemoryError) and self._memory_mb is not None:
+                explained = WorkerError(out_of_memory(self._memory_mb))
+                failure = UserCodeError(explained.with_traceback(failure.error.__traceback__))
+            error = describe_error(failure)
+        outside = outside_calls() - outside
+        return {"result": result, "error": error, "is_usable": is_usable, "outside_calls": outside}
 
-    async def _call(self, work: Work, episode: Episode | None) -> bytes:
-        """Call a component and return its result, pickled."""
-        function = await self._component(work.name)
+    async def _call(self, name: str | None, argument: Any, label: str, episode: Episode | None) -> Any:
+        """Call a component, and return its result as JSON."""
+        is_group, items = False, []
+        if name is None:
+            function = await self.builder.get_workflow()
+        else:
+            function = await self.builder.get_evaluator(name)
+            items = [EvalInputItem(**item) for item in argument]
+            is_group = isinstance(self.builder.get_evaluator_config(name), GroupEvaluatorConfig)
+            argument = items if is_group else items[0]
+        in_thread = not is_async(function)
         with recording(episode):
             try:
-                result = await self._supervisor.run(
-                    function,
-                    work.argument,
-                    name=work.label,
-                    run_in_thread=not is_async(function),
-                    seconds=None,
-                    late="",
+                given = await self._supervisor.run(
+                    function, argument, name=label, run_in_thread=in_thread, seconds=None, late=""
                 )
             finally:
                 if episode is not None:
                     episode.end()
+        if name is not None:
+            scores = scored_values(given, items, is_group=is_group)
+            return [{"error": describe_error(each)} if isinstance(each, UserCodeError) else each for each in scores]
         try:
-            return pickle.dumps(result)
-        except Exception as error:
-            raise TypeError(
-                f"the result is of type {type(result).__name__}, which cannot leave the agent's process ({error}): "
-                "return plain values, or set isolation to none"
-            ) from None
+            check_json(given)
+        except TypeError as fault:
+            raise TypeError(f"the result cannot leave the agent's process: {fault}; return plain values") from None
+        return given
 
 
-def _remains(episode: Episode | None, outside: int) -> messages.Remains:
-    if episode is None:
-        return messages.Remains({}, [], [], outside)
-    candidates = [_indices(each) for each in episode.candidates]
-    return messages.Remains(episode.step_rewards, candidates, episode.remote_calls, outside)
+async def _leaving_nothing(working: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of a coroutine, and end the processes that were started meanwhile and are still running.
 
-
-def _failed(failure: UserCodeError, *, is_fatal: bool, remains: messages.Remains | None = None) -> messages.Failed:
-    error = messages.pack_error(failure.error)
-    return messages.Failed(error, failure.summary, failure.traceback, failure.tail, is_fatal, remains)
-
-
-def _episode(identity: Identity) -> Episode:
-    """Return the worker's own record of an episode; the run's record is the one that counts."""
-    fields: dict[str, Any] = identity._asdict()
-    token = fields.pop("token")
-    episode = Episode(**fields)
-    if token is not None:
-        episode.adopt_token(token)
-    return episode
-
-
-def _indices(candidates: Any) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    return tuple(call.index for call in candidates.calls), candidates.scores
-
-
-async def _left_behind(before: set[int]) -> list[str]:
-    """End the processes that were started meanwhile and are still running, and return their command lines."""
-    deadline = time.monotonic() + CHILD_GRACE_SECONDS
-    while (left := started_by(os.getpid()) - before) and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
-    commands = [f"'{command_of(pid)[:100]}'" for pid in sorted(left)]
-    for pid in left:
-        kill_worker(pid)
-    return commands
-
-
-def _send_logs(connection: RunConnection) -> None:
-    """Send records of `logging` to the run, which shows them as it shows its own."""
-
-    own = os.getpid()
-
-    class Sender(QueueHandler):
-        def enqueue(self, record: logging.LogRecord) -> None:
-            if os.getpid() != own:  # one that the agent has forked
-                os.write(2, f"{record.levelname} {record.name}: {record.getMessage()}\n".encode(errors="replace"))
-                return
-            # `extra` may be anything; what the others hold is in the message by now.
-            plain = {name: value for name, value in vars(record).items() if isinstance(value, str | int | float | None)}
-            connection.send(messages.LogEntry(plain))
-
-    root = logging.getLogger()
-    root.handlers[:] = [Sender(queue.SimpleQueue())]
+    Raises:
+        WorkerError: there are some.
+    """
+    before = started_by(os.getpid())
+    try:
+        result = await working
+    finally:
+        deadline = time.monotonic() + CHILD_GRACE_SECONDS
+        while (left := started_by(os.getpid()) - before) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        command = command_of(min(left))[:100] if left else ""
+        kill_all(lambda: started_by(os.getpid()) - before)
+    if left:
+        raise WorkerError(f"it left {len(left)} processes behind, the first of which is '{command}'")
+    return result

@@ -1,6 +1,6 @@
 """Agents and evaluators in workers: the same tokens as in process, and faults that cost their episode only.
 
-The unmarked tests examine one session with workers, the one that the fixture `workers` makes: one zygote for all.
+The unmarked tests examine one session with workers, the one that the fixture `workers` makes: one forkserver for all.
 """
 
 import asyncio
@@ -12,16 +12,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import jaxft
-from jaxft.harness.isolation import pool as pool_module
-from jaxft.harness.isolation.answering import RunSide
-from jaxft.harness.isolation.pool import WorkerPool
-from jaxft.harness.isolation.zygote import children, command_of, started_by
+from jaxft.harness import isolation
+from jaxft.harness.isolation import WorkerPool
+from jaxft.harness.worker_processes import command_of, started_by
 from jaxft.redaction import hiding
 from jaxft.rollout.recorder import TRAINING, Episode, recording
 from jaxft.runs.console import Console
@@ -50,6 +51,9 @@ REASONS = {
     "foreign_error": "Foreign: an error of another module",
 }
 """The error that the run reports for each fault."""
+
+PLAIN = ["part of a character: \udce9, and half of one: \ud83d", [None, True, 0.1 + 0.2, 2**70, {"a": []}]]
+"""Values that cross to a worker and back as they are."""
 
 LATE = [name for name, reason in REASONS.items() if reason.startswith("TimeoutError")]
 WAYS = ["chat", "client", "stream", "key", "blocking"]
@@ -141,8 +145,9 @@ def tokens(outcome):
 def open_connections():
     """The number of pipes and of sockets of this process; files are opened by libraries, too, when they please."""
     gc.collect()  # earlier tests may have left some
+    helpers = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}
     links = []
-    for number in os.listdir("/proc/self/fd"):
+    for number in {int(each) for each in os.listdir("/proc/self/fd")} - helpers:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             links.append(os.readlink(f"/proc/self/fd/{number}").partition(":")[0])
     return links.count("pipe"), links.count("socket")
@@ -151,9 +156,9 @@ def open_connections():
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """Fails a test that leaves a process behind."""
-    before = set(children(os.getpid()))
+    before = started_by(os.getpid())
     yield
-    assert set(children(os.getpid())) == before
+    assert started_by(os.getpid()) == before
 
 
 @pytest.fixture(scope="module")
@@ -169,9 +174,8 @@ def alone(tmp_path_factory):
 
 async def end_idle(pool):
     """End the workers that wait for work."""
-    for process in pool._idle:
-        process.kill()
-        await process.has_ended()
+    for worker in pool._idle:
+        await worker.end()
 
 
 def example(question):
@@ -179,14 +183,15 @@ def example(question):
 
 
 async def started_for_six_calls(pool):
-    """The number of workers that are started for six calls one after the other when each does two."""
+    """The number of workers that do six calls one after the other when each does two."""
     await end_idle(pool)
-    before = pool.num_started
+    seen = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pool_module, "MAX_EPISODES", 2)
+        patch.setattr(isolation, "MAX_EPISODES", 2)
         for _ in range(6):
             await pool.function("size", None, "")(example("a?"))
-    return pool.num_started - before
+            seen |= {worker._process.pid for worker in pool._idle}
+    return len(seen)
 
 
 async def scores_after_cancelled_starts(pool):
@@ -200,6 +205,16 @@ async def scores_after_cancelled_starts(pool):
     return await asyncio.gather(*(score(example("a?")) for _ in range(4)))
 
 
+async def result_of(pool, returned):
+    """The result of an agent that returns a value, or its error, and its episode."""
+    episode = Episode(0, TRAINING, 3, "x?", 0)
+    with recording(episode):
+        try:
+            return await pool.function(None, None, "")({"question": "x?", "returns": returned}), episode
+        except (TypeError, jaxft.errors.UserCodeError) as error:
+            return str(error), episode
+
+
 async def error_of_late(pool, name):
     """The error of an agent that works for too long, and the number of its recorded calls."""
     episode = Episode(0, TRAINING, 2, name, 0)
@@ -209,18 +224,20 @@ async def error_of_late(pool, name):
     return f"TimeoutError: {caught.value}", len(episode.calls)
 
 
-async def left_by_killed_zygote(pool):
-    """Kill the zygote while an evaluator works; return the processes that are left of its workers."""
+async def left_by_killed_forkserver(pool):
+    """Kill the forkserver while an evaluator works; return the processes that are left of its workers."""
     hanging = asyncio.create_task(pool.function("size", None, "")(item("bb?", "bb?", judge_fault="hangs_with_child")))
     while not any("sleep" in command_of(pid) for pid in started_by(os.getpid())):
         await asyncio.sleep(0.02)
     workers = started_by(os.getpid())
     await asyncio.sleep(0.2)
-    os.kill(pool._zygote._process.pid, signal.SIGKILL)
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
     with pytest.raises(jaxft.errors.WorkerError):
         await hanging
-    await asyncio.sleep(0.1)
-    return [pid for pid in workers if command_of(pid)]
+    deadline = time.monotonic() + 20
+    while (left := [pid for pid in workers if command_of(pid)]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
+    return left
 
 
 @pytest.fixture(scope="module")
@@ -239,9 +256,10 @@ def workers(tmp_path_factory):
             ways={(outcome.item.id, outcome.generation): outcome for outcome in ways},
             failed={outcome.item.id: outcome for outcome in failed},
             late=late,
+            results=[await result_of(pool, value) for value in (*PLAIN, "a set", {3, 4})],
             num_started_for_six=await started_for_six_calls(pool),
             after_cancelled=await scores_after_cancelled_starts(pool),
-            left_by_killed_zygote=await left_by_killed_zygote(pool),
+            left_by_killed_forkserver=await left_by_killed_forkserver(pool),
         )
 
     evaluators = {"size": {"_type": "isolated_size", "timeout_seconds": 5}, "rank": {"_type": "isolated_rank"}}
@@ -302,6 +320,15 @@ def test_a_fault_of_an_evaluator_costs_its_episode(workers, fault, reason):
     assert "evaluator 'size': " in error and reason in error
 
 
+def test_values_cross_as_json_or_are_refused_with_their_type(workers):
+    *plain, (returned, episode), (given, _) = workers.results
+    assert [result for result, _ in plain] == PLAIN
+    assert "the result cannot leave the agent's process: a value of type set is no JSON" in returned
+    assert "cannot be handed to another process (a value of type set is no JSON)" in given
+    (candidates,) = episode.candidates
+    assert candidates.calls == tuple(episode.calls) and candidates.scores == (0.0, 1.0)
+
+
 def test_what_an_agent_prints_and_logs_is_shown(workers):
     assert workers.failed["log"].error is None
     assert "printed by the agent, which was asked x?\n" in workers.written
@@ -315,11 +342,11 @@ def test_workers_are_replaced_after_their_episodes(workers):
 
 
 def test_a_start_may_be_cancelled(workers):
-    assert workers.after_cancelled == [1.0] * 4
+    assert workers.after_cancelled == [(1.0, None)] * 4
 
 
-def test_with_the_zygote_its_workers_end(workers):
-    assert workers.left_by_killed_zygote == []
+def test_with_the_forkserver_its_workers_end(workers):
+    assert workers.left_by_killed_forkserver == []
 
 
 def test_secrets_in_errors_of_workers_are_masked(workers):
@@ -339,15 +366,12 @@ def test_a_factory_that_fails_is_an_error_of_the_configuration(tmp_path):
         train(tmp_path, general=PROCESS, workflow={"_type": "isolated_agent", "llm": "policy", "how": "none"})
 
 
-async def no_llm(name):
-    raise AssertionError(name)
-
-
 @contextlib.asynccontextmanager
 async def pool_of(folder, **options):
     """Workers without a policy, for evaluators; they leave no file descriptor and no task."""
     connections, shown = open_connections(), []
-    pool = WorkerPool(config_of(folder, **options), 4, RunSide(no_llm, no_llm, shown.append))
+    console = SimpleNamespace(message=shown.append)
+    pool = WorkerPool(SimpleNamespace(config=config_of(folder, **options), console=console))
     try:
         yield pool
     finally:
@@ -358,7 +382,7 @@ async def pool_of(folder, **options):
 
 
 @pytest.mark.slow
-def test_another_zygote_is_started_when_one_was_cancelled_or_killed(tmp_path):
+def test_another_forkserver_is_started_when_one_was_cancelled_or_killed(tmp_path):
     async def main():
         async with pool_of(tmp_path) as pool:
             score = pool.function("size", None, "")
@@ -366,9 +390,9 @@ def test_another_zygote_is_started_when_one_was_cancelled_or_killed(tmp_path):
             await asyncio.sleep(0.01)
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
-            await pool.check("size")
-            await left_by_killed_zygote(pool)
-            assert await score(example("a?")) == 1.0
+            await pool.check()
+            await left_by_killed_forkserver(pool)
+            assert await score(example("a?")) == (1.0, None)
 
     asyncio.run(main())
 
@@ -382,7 +406,7 @@ from tests.harness.test_isolation import example, pool_of
 from pathlib import Path
 async def main():
     async with pool_of(Path({str(tmp_path)!r})) as pool:
-        print(await pool.function("size", None, "")(example("a?")))
+        print((await pool.function("size", None, "")(example("a?"))).score)
 asyncio.run(main())
 """
     run = subprocess.run([sys.executable], input=script, capture_output=True, text=True, timeout=60, cwd=tmp_path)

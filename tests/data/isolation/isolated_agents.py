@@ -55,6 +55,10 @@ async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
     async def play(example: dict) -> float:
         way = ways[example.get("how", config.how)]
         messages = [{"role": "user", "content": example["question"]}]
+        if "returns" in example:
+            replies = [await llm.chat(messages, max_tokens=5, seed=seed, logit_bias={7: -9.0}) for seed in (1, 2)]
+            jaxft.episode().record_candidates(replies, [0.0, 1.0])
+            return {1, 2} if example["returns"] == "a set" else example["returns"]
         with jaxft.named_function("first"):
             said = await way(messages)
         jaxft.episode().reward_step(0.25 * len(said.encode()))
