@@ -150,7 +150,7 @@ REPEATED = {
     "docs/report.md, commands 1": "tests/report/test_report.py watches a run",
     "docs/several-hosts.md, commands 1": "tests/hosts/test_training.py launches two processes",
     "docs/start.md, Python 1": "examples/ten_lines.py",
-    "docs/sweeps.md, commands 3": "tests/harness/test_output_fields.py has such folders",
+    "docs/sweeps.md, commands 3": "tests/harness/test_config_merge.py has such folders",
     "docs/sweeps.md, commands 4": "tests/harness/test_sweep.py has sweeps of scripts",
     "examples/custom_components/README.md, commands 1": "the commands of docs/extending.md",
     "examples/custom_components/README.md, commands 2": "the same commands",

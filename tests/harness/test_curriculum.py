@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from jaxft.harness.curriculum import GroupReward, choose_groups, initial_state, percentile
+from jaxft.harness.curriculum import GroupReward, choose_groups, initial_state
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     FinetuneConfig,
@@ -51,11 +51,6 @@ HARD_FIRST = (
 )  # fmt: skip
 
 
-def test_no_group_is_known_before_the_first_epoch():
-    state = initial_state(CurriculumLearningConfig(enabled=True))
-    assert (state["total_groups"], state["dropped_groups"], state["last_expansion_epoch"]) == (0, [], -1)
-
-
 @pytest.mark.parametrize("ascending, table", [(False, EASY_FIRST), (True, HARD_FIRST)])
 def test_twenty_epochs(ascending, table):
     config = CurriculumLearningConfig(enabled=True, sort_ascending=ascending)
@@ -94,9 +89,6 @@ def test_a_restart_goes_on_as_if_nothing_had_happened(restart, ascending):
 
 
 def test_shares_are_exact():
-    assert [percentile(CurriculumLearningConfig(), epoch) for epoch in (0, 5, 10, 15, 20, 500)] == [
-        0.3, 0.5, 0.7, 0.9, 1.0, 1.0,
-    ]  # fmt: skip
     ten = [group(str(number), number / 10, 0.2) for number in range(10)]
     config = CurriculumLearningConfig(enabled=True)
     chosen, _ = choose_groups(ten, config, initial_state(config), epoch=10, seed=0)
@@ -184,12 +176,3 @@ def test_a_state_of_the_toolkit_is_refused(make_trainer):
     with pytest.raises(ValueError, match="the curriculum's state lacks dropped_groups, examples"):
         made.restore_curriculum_state(toolkits)
     assert made.get_curriculum_state() == before
-
-
-def test_it_is_off_by_default(make_trainer):
-    made = make_trainer()
-    collection = TrajectoryCollection(trajectories=groups(), run_id="r")
-    with pytest.raises(RuntimeError, match="is not initialised"):
-        made.apply_curriculum_learning(collection, 0)
-    asyncio.run(made.initialize(FinetuneConfig()))
-    assert made.apply_curriculum_learning(collection, 0) is collection
