@@ -30,11 +30,11 @@ import openai
 from jaxft.harness.addresses import Limits
 from jaxft.models.config import model_preset
 from jaxft.models.load import init_model
-from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.frameworks import client_of
 from jaxft.rollout.policy import Policy
+from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.runs.environment import environment
 from jaxft.serving.app import make_app
 from jaxft.serving.server import Server

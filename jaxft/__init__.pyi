@@ -195,7 +195,7 @@ from .models.peft import (
 from .models.rope import (
     Rope as Rope,
 )
-from .rollout.chat import (
+from .rollout.tokenizer import (
     load_tokenizer as load_tokenizer,
 )
 from .rollout.client import (

@@ -35,11 +35,11 @@ def forget_programs():
 @pytest.fixture(scope="module")
 def foreign_trajectories():
     """Let adapters train collections that no policy sampled, or an earlier one."""
-    from jaxft.shipped import job_outcome
+    from jaxft.shipped import training_job
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_outcome, "MAX_STALE_FRACTION", 1.0)
-        patch.setattr(job_outcome, "MAX_DISAGREEING_FRACTION", 1.0)
+        patch.setattr(training_job, "MAX_STALE_FRACTION", 1.0)
+        patch.setattr(training_job, "MAX_DISAGREEING_FRACTION", 1.0)
         yield
 
 
@@ -57,7 +57,7 @@ def no_sockets(monkeypatch):
 @pytest.fixture(scope="session")
 def tokenizer():
     """The embedded tokenizer."""
-    from jaxft.rollout.chat import load_tokenizer
+    from jaxft.rollout.tokenizer import load_tokenizer
 
     return load_tokenizer()
 

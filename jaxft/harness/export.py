@@ -15,7 +15,7 @@ from jaxft.models.hf import save_model
 from jaxft.models.load import load_merged, load_model
 from jaxft.models.model_card import SavedWeights, card_of_copy, card_text
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
-from jaxft.rollout.chat import load_tokenizer
+from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.runs.console import Console
 
 

@@ -23,7 +23,7 @@ from .recorder import (
 from .requests import (
     MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS,
 )
-from .token_text import (
+from .calls import (
     split_token_text as split_token_text,
 )
 from .transport import (

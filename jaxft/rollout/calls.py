@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxft.rollout.messages import ToolCall, comparison_key, read_arguments
-from jaxft.rollout.token_text import split_token_text
 
 TopLogprobs = tuple[tuple[int, float], ...]
 """Pairs of a token id and its log-probability, the most likely first."""
@@ -261,6 +260,16 @@ def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dic
             "functions": list(call.functions),
         }
     return given
+
+
+def split_token_text(text: str) -> tuple[str, bytes]:
+    """Return a token's text as JSON can hold it, and its bytes.
+
+    >>> split_token_text(b" \\xc3".decode(errors="surrogateescape"))
+    (' �', b' \\xc3')
+    """
+    raw = text.encode(errors="surrogateescape")
+    return raw.decode(errors="replace"), raw
 
 
 def openai_logprobs(

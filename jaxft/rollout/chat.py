@@ -13,28 +13,24 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import mark_control_tokens
 
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.calls import Call, Prompt
-from jaxft.rollout.messages import Message, Tool, canonical_messages, comparison_key, template_role
-
-# Set before transformers is imported, which else announces that PyTorch is missing.
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-import jinja2
-from huggingface_hub import try_to_load_from_cache
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.utils.chat_template_utils import mark_control_tokens
-
+from jaxft.rollout.messages import (
+    Message,
+    Tool,
+    canonical_messages,
+    check_size,
+    comparison_key,
+    num_bytes,
+    template_role,
+)
 from jaxft.rollout.responses import ResponseFormat
-from jaxft.rollout.token_text import TokenTexts
-
-TOKENIZER_FILE = "tokenizer.json"
-CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
-"""Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
+from jaxft.rollout.tokenizer import TokenTexts, eos_ids
 
 MIN_BYTE_LIMIT = 2**20
 """Bytes of text that are tokenised for any context size."""
@@ -43,10 +39,8 @@ MARKED_TEXTS, MARKED_CHARACTERS = 8192, 1024
 """Number of texts that are remembered with their control tokens marked, and characters of the longest."""
 
 PROMPTS, PROMPT_CHARACTERS = 256, 16384
-"""Number of conversations and of texts that are remembered with their prompts and tokens, and characters of each.
-
-All generations of an example ask the same. Without a time of its own, a template writes that of the first of them.
-"""
+"""Number of conversations and of texts that are remembered with their prompts and tokens, and characters of each: all
+generations of an example ask the same."""
 
 RENDER_OPTIONS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"kwargs"}
 """Arguments of `apply_chat_template` that no `chat_template_kwargs` may replace."""
@@ -71,76 +65,10 @@ CONTINUED = "\U000f0001"
 """Mark at the start of a text that continues another; transformers encodes what follows a mark without a space."""
 
 
-def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
-    """Load a transformers tokenizer from a folder or a hub id; for None, the embedded byte-level one.
-
-    Code in the folder is never run. Texts are divided into tokens as its `tokenizer.json` has it, if there is one.
-
-    Raises:
-        ValueError: no tokenizer can be loaded, or it has no chat template, a malformed one, or no eos_token.
-    """
-    source = CHAR_TOKENIZER if path_or_hub_id is None else os.path.expanduser(path_or_hub_id)
-    try:
-        # Without the argument, transformers asks in the terminal whether to run code of the folder.
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if tokenizer.is_fast and type(tokenizer) is not PreTrainedTokenizerFast and _has_tokenizer_file(source):
-            # The class that was chosen has a pre-tokenizer, a normalizer and a decoder of its own, and gives other ids.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
-    except Exception as error:  # other people's files: whatever transformers, or a package that it lacks, may raise
-        raise ValueError(
-            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {_first_line(error)}); "
-            f"{_way_out(Path(source))}"
-        ) from error
-    if tokenizer.chat_template is None:
-        raise ValueError(f"the tokenizer in {str(source)!r} has no chat template; add a chat_template.jinja there")
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {str(source)!r} names no eos_token, so nothing would end an answer")
-    try:
-        tokenizer.get_chat_template()
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
-    except (jinja2.TemplateSyntaxError, ValueError) as error:
-        raise ValueError(f"the chat template of {str(source)!r} cannot be used: {_first_line(error)}") from error
-    except Exception:  # this conversation is none for the template; others may be
-        pass
-    return tokenizer
-
-
-def _has_tokenizer_file(source: str | os.PathLike[str]) -> bool:
-    """Return True if there is a `tokenizer.json` in a folder, or in a repository that was downloaded."""
-    if Path(source).is_dir():
-        return Path(source, TOKENIZER_FILE).is_file()
-    return isinstance(try_to_load_from_cache(os.fspath(source), TOKENIZER_FILE), str)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-
-
-def _way_out(source: Path) -> str:
-    """Return what to do about a tokenizer that could not be loaded."""
-    if not (source / "tokenizer.json").is_file() and (models := sorted(source.glob("*.model"))):
-        return (
-            f"transformers reads {models[0].name} with the packages sentencepiece or tiktoken (`pip install "
-            "sentencepiece tiktoken`); or give the folder a tokenizer.json"
-        )
-    return "give the folder of a Hugging Face tokenizer, or leave `tokenizer` out for the embedded one"
-
-
 def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = None) -> tuple[int, ...]:
-    """Return the token ids that end an answer, in ascending order.
-
-    They are the tokenizer's end token, the token with which the chat template ends an answer, and the `eos_token_id` of
-    a model's folder, which is read from `generation_config.json`, or without one from `config.json`, as in
-    transformers.
-    """
-    end_of_turn = ChatTemplate(tokenizer, ()).end_of_turn
-    stop_ids = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(end_of_turn)]
-    names = ("generation_config.json", "config.json")
-    files = [] if model_folder is None else [Path(model_folder, name) for name in names]
-    for file in [file for file in files if file.is_file()][:1]:
-        listed = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        stop_ids += listed if isinstance(listed, list) else [] if listed is None else [listed]
-    return tuple(sorted(set(stop_ids)))
+    """Return the ids that end an answer, ascending: the tokenizer's, the chat template's, and `eos_ids` of a folder."""
+    end_of_turn = tokenizer.convert_tokens_to_ids(ChatTemplate(tokenizer, ()).end_of_turn)
+    return tuple(sorted({tokenizer.eos_token_id, end_of_turn, *eos_ids(model_folder)}))
 
 
 class ChatTemplate:
@@ -250,7 +178,7 @@ class ChatTemplate:
         if max_tokens is not None:
             max_bytes = max(max_tokens * self._longest_token_bytes, MIN_BYTE_LIMIT)
             if not truncate_left:
-                _check_size(given, max_bytes, max_tokens)
+                check_size(given, max_bytes, max_tokens)
         text = self._render(given, tools, kwargs, add_generation_prompt=True)
         keys = [comparison_key(message) for message in given]
         begun = [call for call in earlier if keys[: len(call.messages)] == call.message_keys]
@@ -260,11 +188,11 @@ class ChatTemplate:
             rest = self._text_after(call, given, text, tools, kwargs)
             if rest is None:
                 break  # the template changes what came before, so earlier calls fare no better
-            if max_bytes is None or _num_bytes(rest) <= max_bytes:
+            if max_bytes is None or num_bytes(rest) <= max_bytes:
                 ids = call.context_ids + self._encode_after(call.token_ids, rest + prefill)
                 return Prompt(text, ids, call.prompt.truncated_tokens)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
-        count = _num_bytes(text)
+        count = num_bytes(text)
         if max_tokens is None or max_bytes is None:
             return Prompt(text, self._encode(text + prefill), is_retokenized=is_retokenized)
         marked = text.count(MARKED)
@@ -275,7 +203,7 @@ class ChatTemplate:
         if not truncate_left:
             raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
         kept = self._tail(text, max_bytes)
-        ids, kept_bytes = self._encode(kept + prefill), _num_bytes(kept)
+        ids, kept_bytes = self._encode(kept + prefill), num_bytes(kept)
         truncated_tokens = math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1))
         return Prompt(text, ids, truncated_tokens=truncated_tokens, is_retokenized=is_retokenized)
 
@@ -520,20 +448,3 @@ class ChatTemplate:
 
     def _tokenise(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"])
-
-
-def _check_size(messages: Sequence[Message], max_bytes: int, max_tokens: int) -> None:
-    """Raise unless messages may fit a context; each takes a token at least, and templates leave out thoughts alone.
-
-    Raises:
-        PromptTooLongError: they cannot.
-    """
-    if len(messages) > max_tokens:
-        raise PromptTooLongError.of(f"{len(messages)} messages", max_tokens)
-    size = sum(_num_bytes(message["content"].rpartition("</think>")[2]) for message in messages)
-    if size > max_bytes:
-        raise PromptTooLongError.of(f"{size} bytes, of which at most {max_bytes} are tokenised", max_tokens)
-
-
-def _num_bytes(text: str) -> int:
-    return len(text.encode(errors="replace"))

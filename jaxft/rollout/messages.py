@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxft.errors import RequestError
+from jaxft.errors import PromptTooLongError, RequestError
 
 Message = Mapping[str, Any]
 """A message in OpenAI's format; `role` and `content` are its main fields."""
@@ -156,6 +156,24 @@ def check_text(text: str, place: str) -> None:
             "tokenizer takes it; read it with errors='replace', or join it to its pair",
             param=place,
         ) from None
+
+
+def check_size(messages: Sequence[Message], max_bytes: int, max_tokens: int) -> None:
+    """Raise unless messages may fit a context; each takes a token at least, and templates leave out thoughts alone.
+
+    Raises:
+        PromptTooLongError: they cannot.
+    """
+    if len(messages) > max_tokens:
+        raise PromptTooLongError.of(f"{len(messages)} messages", max_tokens)
+    size = sum(num_bytes(message["content"].rpartition("</think>")[2]) for message in messages)
+    if size > max_bytes:
+        raise PromptTooLongError.of(f"{size} bytes, of which at most {max_bytes} are tokenised", max_tokens)
+
+
+def num_bytes(text: str) -> int:
+    """Return the number of bytes of a text."""
+    return len(text.encode(errors="replace"))
 
 
 def _canonical(message: Any, place: str) -> dict[str, Any]:

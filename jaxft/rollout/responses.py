@@ -19,7 +19,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplate,
 from jaxft.errors import RequestError
 from jaxft.files import STRICT_JSON
 from jaxft.rollout.messages import MAX_DEPTH, TOOL_NAME, Tool, ToolCall, check_json
-from jaxft.rollout.token_text import TokenTexts
+from jaxft.rollout.tokenizer import TokenTexts
 
 FAMILIES_FILE = Path(__file__).parent / "assets" / "response_templates.json"
 

@@ -7,16 +7,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from huggingface_hub import ModelCard
 
 from jaxft.core.partition import BASE
-from jaxft.core.types import Model
 from jaxft.errors import (
     CheckFailed,
     ComponentError,
@@ -41,45 +39,18 @@ from jaxft.models.peft import base_fingerprint
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.weights import Weights
-from jaxft.shipped import job_outcome
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.frozen_weights import load_reference, load_teacher
-from jaxft.shipped.job_outcome import is_too_stale, outcome, why_refused
 from jaxft.shipped.run_card import run_card
+from jaxft.shipped.training_job import Job, JobInput, is_too_stale, make_learner, outcome, why_refused
 from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
-from jaxft.training.batch import CollectedRewards
-from jaxft.training.job_records import BadBatches, BadUpdate, KeptTokens
-from jaxft.training.learner import Learner
+from jaxft.training.job_records import BadBatches, KeptTokens
 from jaxft.training.memory import choose_remat, memory_advice, memory_errors, peak, peak_bytes, run_memory
-from jaxft.training.rows import JobRows, digests_of
+from jaxft.training.rows import digests_of
 
 BACKEND = "local"
 
 T = TypeVar("T")
-
-
-@dataclass
-class _Job:
-    status: TrainingJobStatus
-    task: "asyncio.Task[None] | None" = None
-    history: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.task is not None and self.task.done()
-
-    def report(self, **changes: Any) -> None:
-        """Replace the status by a changed copy, as others may hold the old one."""
-        self.status = self.status.model_copy(update=changes)
-
-
-class _Input(NamedTuple):
-    """The input of a job, with what its updates add for people to read."""
-
-    data: JobRows
-    rewards: CollectedRewards | None
-    scores: KeptTokens
-    bad_updates: list[BadUpdate]
 
 
 class LocalTrainerAdapter(TrainerAdapter):
@@ -134,7 +105,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._warn = warn
         self._model_card = model_card
         self._has_warned = False
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, Job] = {}
         self._bad_batches = bad_batches
         self._reported_compiles = 0
 
@@ -265,12 +236,12 @@ class LocalTrainerAdapter(TrainerAdapter):
                 "what cannot be sampled cannot be unlearned: train without filters"
             )
         status = TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0)
-        job = self._jobs[run_id] = _Job(status)
-        given = _Input(data, rewards, KeptTokens(data, trajectories.kept_episodes), [])
+        job = self._jobs[run_id] = Job(status)
+        given = JobInput(data, rewards, KeptTokens(data, trajectories.kept_episodes), [])
         job.task = asyncio.create_task(self._run(job, given), name=f"job {run_id}")
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job_id": run_id})
 
-    async def _run(self, job: _Job, given: _Input) -> None:
+    async def _run(self, job: Job, given: JobInput) -> None:
         started, run_id = time.perf_counter(), job.status.run_id
         files: list[str] = []
         try:
@@ -300,7 +271,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         else:
             job.report(status=TrainingStatusEnum.COMPLETED, progress=100.0, message=message, metadata=metadata)
 
-    def _learn(self, job: _Job, given: _Input, params: Any) -> tuple[Any, dict[str, float]]:
+    def _learn(self, job: Job, given: JobInput, params: Any) -> tuple[Any, dict[str, float]]:
         """Run a job on the device thread: return the parameters and its metrics."""
         stale = given.data.staleness(self.policy.version, self.max_staleness)
         metrics = {"applied_updates": 0.0, "updates": 0, **stale, "policy_version": self.policy.version}
@@ -346,7 +317,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         job.history.append(dict(metrics))
         job.report(metadata={**(job.status.metadata or {}), "history": job.history})
 
-    def _job(self, ref: TrainingJobRef) -> _Job:
+    def _job(self, ref: TrainingJobRef) -> Job:
         if ref.run_id not in self._jobs:
             raise ValueError(f"no job '{ref.run_id}' was submitted; jobs: {', '.join(self._jobs) or 'none'}")
         return self._jobs[ref.run_id]
@@ -435,7 +406,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         return await self.policy.save(folder, card)
 
 
-def _together(run_id: str, given: _Input) -> AbstractAsyncContextManager[None]:
+def _together(run_id: str, given: JobInput) -> AbstractAsyncContextManager[None]:
     """Return a block in which all processes compute a job, whose input they compare first."""
     return process_group().agree(f"job {run_id}", partial(digests_of, given.data, given.rewards))
 
@@ -443,32 +414,6 @@ def _together(run_id: str, given: _Input) -> AbstractAsyncContextManager[None]:
 def _listed(snapshots: Iterable[str]) -> str:
     names = sorted(snapshots)
     return f"the snapshots {', '.join(names)}" if names else "no snapshots"
-
-
-def make_learner(
-    config: LocalTrainerAdapterConfig,
-    model: Model,
-    seed: int,
-    weights: Mapping[str, Weights],
-    *,
-    max_staleness: int = 0,
-) -> Learner:
-    """Make the learner of an adapter; `weights` has its `reference` and `teacher`, errors are those of `Learner`."""
-    return Learner(
-        model,
-        config.loss,
-        config.optimizer,
-        max_staleness=max_staleness,
-        microbatch_tokens=config.microbatch_tokens,
-        num_minibatches=config.num_minibatches,
-        num_iterations=config.num_iterations,
-        packing=config.packing,
-        max_sampler_diff=job_outcome.MAX_LOGPROB_DIFF,
-        max_disagreeing_fraction=job_outcome.MAX_DISAGREEING_FRACTION,
-        seed=seed,
-        reference=weights.get("reference"),
-        teacher=weights.get("teacher"),
-    )
 
 
 async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any) -> AsyncIterator[LocalTrainerAdapter]:

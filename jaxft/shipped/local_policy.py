@@ -23,10 +23,10 @@ from jaxft.models.decoder_sharding import parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import Lora, init_model, load_model, lora_spec, on_mesh
-from jaxft.rollout.chat import find_stop_ids, load_tokenizer
+from jaxft.rollout.chat import find_stop_ids
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
-from jaxft.rollout.token_text import num_token_ids
+from jaxft.rollout.tokenizer import load_tokenizer, num_token_ids
 from jaxft.rollout.weights import sampling_mesh
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, LoraConfig, MeshConfig
 from jaxft.training.update import make_loss

@@ -28,8 +28,8 @@ from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
-from jaxft.shipped.local_adapter import make_learner
 from jaxft.shipped.local_policy import dtypes_of, lora_of, shape_of
+from jaxft.shipped.training_job import make_learner
 from jaxft.training.learner import Learner, loses_kernel
 from jaxft.training.memory import sampling_bytes, training_bytes
 

@@ -166,7 +166,8 @@ def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer
         DatasetError: a prompt has no tokens, or the chat template refuses it.
         ConfigError: no tokenizer can be loaded.
     """
-    from jaxft.rollout.chat import ChatTemplate, load_tokenizer  # imports transformers, which a configuration needs not
+    from jaxft.rollout.chat import ChatTemplate  # imports transformers, which a configuration needs not
+    from jaxft.rollout.tokenizer import load_tokenizer  # imports transformers, which a configuration needs not
 
     policy, workflow = config.llms["policy"], config.workflow
     assert isinstance(policy, LocalPolicyConfig)

@@ -19,7 +19,7 @@ from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.config import model_preset
 from jaxft.models.hf import save_model
 from jaxft.models.load import init_model
-from jaxft.rollout.chat import load_tokenizer
+from jaxft.rollout.tokenizer import load_tokenizer
 
 FAULTS = Path(__file__).parents[1] / "faults"
 EPOCHS = 5

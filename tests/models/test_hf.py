@@ -23,7 +23,8 @@ from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import decoder
 from jaxft.models.hf import save_model
 from jaxft.models.load import init_model, load_model
-from jaxft.rollout.chat import find_stop_ids, load_tokenizer
+from jaxft.rollout.chat import find_stop_ids
+from jaxft.rollout.tokenizer import load_tokenizer
 from tests.models.weights import narrowed, random_params
 
 ROOT = Path(__file__).parents[2]

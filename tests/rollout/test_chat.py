@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxft.errors import PromptTooLongError
 from jaxft.rollout.calls import Call, Completion, Reply
-from jaxft.rollout.chat import PROMPT_CHARACTERS, ChatTemplate, find_stop_ids, load_tokenizer
+from jaxft.rollout.chat import PROMPT_CHARACTERS, ChatTemplate, find_stop_ids
+from jaxft.rollout.tokenizer import load_tokenizer
 
 END = 1  # of the embedded tokenizer
 

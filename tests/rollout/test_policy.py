@@ -8,11 +8,11 @@ from jaxft.core.partition import combine, partition, trainable
 from jaxft.errors import PolicyLostError
 from jaxft.models.config import LoraSpec
 from jaxft.models.load import init_model, load_model
-from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.requests import Request
+from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.training.memory import policy_bytes
 
 REQUEST = Request(prompt_ids=(5, 6), key_ids=(0,), max_tokens=2)

@@ -17,12 +17,13 @@ from jaxft.errors import RequestError
 from jaxft.models.bridge import from_function
 from jaxft.models.hf_files import save_tokenizer
 from jaxft.rollout.calls import Call, Completion, Reply, openai_logprobs
-from jaxft.rollout.chat import ChatTemplate, find_stop_ids, load_tokenizer
+from jaxft.rollout.chat import ChatTemplate, find_stop_ids
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.streaming import StopFinder, TextDecoder
+from jaxft.rollout.tokenizer import load_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
 CORPUS = [

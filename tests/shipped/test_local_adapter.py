@@ -32,7 +32,7 @@ from jaxft.hosts.group import ProcessGroup
 from jaxft.models.hf import save_model
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
-from jaxft.shipped import job_outcome
+from jaxft.shipped import training_job
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.frozen_weights import load_reference
 from jaxft.shipped.grpo import GRPOTrainer
@@ -360,14 +360,14 @@ def group(rows, run_id, rewards=(1.0, 0.0, 1.0, 0.0)):
 @pytest.fixture(scope="module")
 def strict_adapter(make_policy):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job_outcome, "MAX_DISAGREEING_FRACTION", 0.1)
+        patch.setattr(training_job, "MAX_DISAGREEING_FRACTION", 0.1)
         return make_adapter(make_policy())
 
 
 @pytest.fixture
 def strict(strict_adapter, monkeypatch):
     """An adapter with the thresholds it has by itself."""
-    monkeypatch.setattr(job_outcome, "MAX_STALE_FRACTION", 0.1)
+    monkeypatch.setattr(training_job, "MAX_STALE_FRACTION", 0.1)
     return strict_adapter
 
 

@@ -26,8 +26,8 @@ from jaxft.models.hf_config import config_json
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
 from jaxft.models.model_card import ModelCard, SavedWeights, card_text
-from jaxft.rollout.chat import load_tokenizer
 from jaxft.rollout.policy import Policy
+from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTrainerAdapterConfig

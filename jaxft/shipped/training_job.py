@@ -1,4 +1,18 @@
-"""Describes the end of a training job in words: updated, refused, not finite, or nothing to learn."""
+"""A training job of the local adapter: its learner, its input and status, the limits of it, and its end in words."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxft.core.types import Model
+from jaxft.harness.data_models import TrainingJobStatus
+from jaxft.rollout.weights import Weights
+from jaxft.shipped.configs import LocalTrainerAdapterConfig
+from jaxft.training.batch import CollectedRewards
+from jaxft.training.job_records import BadUpdate, KeptTokens
+from jaxft.training.learner import Learner
+from jaxft.training.rows import JobRows
 
 MAX_STALE_FRACTION = 0.1
 """Largest fraction of a job's trajectories from versions that are further behind than max_staleness."""
@@ -10,6 +24,59 @@ MAX_DISAGREEING_FRACTION = 0.1
 """Largest fraction of an update's sequences that may disagree."""
 
 STAY = "parameters and optimiser state stay as they were"
+
+
+@dataclass
+class Job:
+    """A submitted job: its last status, its task, and the metrics that trainers have added."""
+
+    status: TrainingJobStatus
+    task: "asyncio.Task[None] | None" = None
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def has_ended(self) -> bool:
+        """True once nothing of it runs any more."""
+        return self.task is not None and self.task.done()
+
+    def report(self, **changes: Any) -> None:
+        """Replace the status by a changed copy, as others may hold the old one."""
+        self.status = self.status.model_copy(update=changes)
+
+
+class JobInput(NamedTuple):
+    """The input of a job, with what its updates add for people to read."""
+
+    data: JobRows
+    rewards: CollectedRewards | None
+    scores: KeptTokens
+    bad_updates: list[BadUpdate]
+
+
+def make_learner(
+    config: LocalTrainerAdapterConfig,
+    model: Model,
+    seed: int,
+    weights: Mapping[str, Weights],
+    *,
+    max_staleness: int = 0,
+) -> Learner:
+    """Make the learner of an adapter; `weights` has its `reference` and `teacher`, errors are those of `Learner`."""
+    return Learner(
+        model,
+        config.loss,
+        config.optimizer,
+        max_staleness=max_staleness,
+        microbatch_tokens=config.microbatch_tokens,
+        num_minibatches=config.num_minibatches,
+        num_iterations=config.num_iterations,
+        packing=config.packing,
+        max_sampler_diff=MAX_LOGPROB_DIFF,
+        max_disagreeing_fraction=MAX_DISAGREEING_FRACTION,
+        seed=seed,
+        reference=weights.get("reference"),
+        teacher=weights.get("teacher"),
+    )
 
 
 def is_too_stale(metrics: dict[str, float]) -> bool:

@@ -1,13 +1,88 @@
-"""Text and bytes of single tokens, for a tokenizer of any kind.
+"""A transformers tokenizer: loading one, and the text and bytes of its single tokens.
 
 A token may hold only a part of a character, and a decoder may treat the first token of a text in a way of its own:
 SentencePiece's drop the space that it begins with.
 """
 
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import jinja2
+from huggingface_hub import try_to_load_from_cache
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+TOKENIZER_FILE = "tokenizer.json"
+CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
+"""Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
+    """Load a transformers tokenizer from a folder or a hub id; for None, the embedded byte-level one.
+
+    Code in the folder is never run. Texts are divided into tokens as its `tokenizer.json` has it, if there is one.
+
+    Raises:
+        ValueError: no tokenizer can be loaded, or it has no chat template, a malformed one, or no eos_token.
+    """
+    source = CHAR_TOKENIZER if path_or_hub_id is None else os.path.expanduser(path_or_hub_id)
+    try:
+        # Without the argument, transformers asks in the terminal whether to run code of the folder.
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        if tokenizer.is_fast and type(tokenizer) is not PreTrainedTokenizerFast and _has_tokenizer_file(source):
+            # The class that was chosen has a pre-tokenizer, a normalizer and a decoder of its own, and gives other ids.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
+    except Exception as error:  # other people's files: whatever transformers, or a package that it lacks, may raise
+        raise ValueError(
+            f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {_first_line(error)}); "
+            f"{_way_out(Path(source))}"
+        ) from error
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer in {str(source)!r} has no chat template; add a chat_template.jinja there")
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer in {str(source)!r} names no eos_token, so nothing would end an answer")
+    try:
+        tokenizer.get_chat_template()
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except (jinja2.TemplateSyntaxError, ValueError) as error:
+        raise ValueError(f"the chat template of {str(source)!r} cannot be used: {_first_line(error)}") from error
+    except Exception:  # this conversation is none for the template; others may be
+        pass
+    return tokenizer
+
+
+def _has_tokenizer_file(source: str | os.PathLike[str]) -> bool:
+    """Return True if there is a `tokenizer.json` in a folder, or in a repository that was downloaded."""
+    if Path(source).is_dir():
+        return Path(source, TOKENIZER_FILE).is_file()
+    return isinstance(try_to_load_from_cache(os.fspath(source), TOKENIZER_FILE), str)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+
+
+def _way_out(source: Path) -> str:
+    """Return what to do about a tokenizer that could not be loaded."""
+    if not (source / "tokenizer.json").is_file() and (models := sorted(source.glob("*.model"))):
+        return (
+            f"transformers reads {models[0].name} with the packages sentencepiece or tiktoken (`pip install "
+            "sentencepiece tiktoken`); or give the folder a tokenizer.json"
+        )
+    return "give the folder of a Hugging Face tokenizer, or leave `tokenizer` out for the embedded one"
+
+
+def eos_ids(model_folder: str | os.PathLike[str] | None) -> list[int]:
+    """Return the `eos_token_id` of a model's folder, from `generation_config.json` or, without one, `config.json`."""
+    names = ("generation_config.json", "config.json")
+    files = [] if model_folder is None else [Path(model_folder, name) for name in names]
+    file = next((file for file in files if file.is_file()), None)
+    listed = None if file is None else json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    return listed if isinstance(listed, list) else [] if listed is None else [listed]
 
 
 class TokenTexts:
@@ -76,16 +151,6 @@ class TokenTexts:
 def num_token_ids(tokenizer: Any) -> int:
     """Return the number of embedding rows that a tokenizer needs: one more than its largest id, of added tokens too."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
-
-
-def split_token_text(text: str) -> tuple[str, bytes]:
-    """Return a token's text as JSON can hold it, and its bytes.
-
-    >>> split_token_text(b" \\xc3".decode(errors="surrogateescape"))
-    (' �', b' \\xc3')
-    """
-    raw = text.encode(errors="surrogateescape")
-    return raw.decode(errors="replace"), raw
 
 
 def _byte_of_character() -> dict[str, int]:
