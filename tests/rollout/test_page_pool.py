@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jaxft.core.cache import PAGE_TOKENS
-from jaxft.rollout.page_pool import PagePool, page_keys
+from jaxft.rollout.scheduler import PagePool, page_keys
 
 NUM_PAGES = 7
 
