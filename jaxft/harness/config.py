@@ -5,7 +5,7 @@
 A path is relative to the folder of the file it is written in; an output directory, to the working directory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +18,6 @@ from pydantic import (
     SecretBytes,
     SecretStr,
     SerializeAsAny,
-    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -54,7 +53,6 @@ from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.evaluators import weighted_sum_faults
 from jaxft.harness.registry import (
     REGISTRY,
-    ComponentConfig,
     DatasetConfig,
     EvaluatorConfig,
     LLMConfig,
@@ -327,33 +325,6 @@ def resolved_yaml(config: Config) -> str:
     values = map_texts(config.model_dump(mode="json"), lambda text: literal(redacted(text)))
     values["finetuning"]["output_dir"] = escape_fields(values["finetuning"]["output_dir"])
     return dump_yaml(values)
-
-
-def differences_to_defaults(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the fields that are not at their default, by dotted path: `value` and, unless it is required, `default`.
-
-    Values are plain, secrets masked. A component that was added is one of `_type`, and its fields follow.
-    """
-    plain = config.model_dump(mode="json")
-    return map_texts(dict(_differences(config, plain, "")), redacted)
-
-
-def _differences(model: BaseModel, plain: Mapping[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    if isinstance(model, ComponentConfig):
-        yield f"{path}_type", {"value": plain["_type"]}
-    for name, field in type(model).model_fields.items():
-        if field.exclude or name not in plain or (name == "reward" and isinstance(model, ComponentConfig)):
-            continue  # set by the run, not by a person
-        value, place = dict(model)[name], f"{path}{name}"
-        if isinstance(value, BaseModel):
-            yield from _differences(value, plain[name], f"{place}.")
-        elif isinstance(value, dict) and any(isinstance(each, BaseModel) for each in value.values()):
-            for key, each in value.items():
-                yield from _differences(each, plain[name][key], f"{place}.{key}.")
-        elif field.is_required():
-            yield place, {"value": plain[name]}
-        elif value != (default := field.get_default(call_default_factory=True, validated_data={})):
-            yield place, {"value": plain[name], "default": TypeAdapter(type(default)).dump_python(default, mode="json")}
 
 
 def secrets_of(config: BaseModel) -> set[str]:

@@ -1,16 +1,17 @@
-"""Descriptions of the fields of the config classes, for `--help` and pages."""
+"""Descriptions of the fields of the config classes, for `--help` and pages, and those that are not at a default."""
 
 import json
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from pydantic import TypeAdapter
+from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from jaxft.harness.config_types import ConfigModel
 from jaxft.harness.registry import KINDS, REGISTRY, ComponentConfig
+from jaxft.redaction import map_texts, redacted
 
 
 class FieldHelp(NamedTuple):
@@ -94,3 +95,30 @@ def _words(annotation: Any) -> str:
     if model is not None:
         return KINDS[model].name if issubclass(model, ComponentConfig) else "mapping"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)
+
+
+def differences_to_defaults(config: ConfigModel) -> dict[str, dict[str, Any]]:
+    """Return the fields that are not at their default, by dotted path: `value` and, unless it is required, `default`.
+
+    Values are plain, secrets masked. A component that was added is one of `_type`, and its fields follow.
+    """
+    plain = config.model_dump(mode="json")
+    return map_texts(dict(_differences(config, plain, "")), redacted)
+
+
+def _differences(model: BaseModel, plain: Mapping[str, Any], path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(model, ComponentConfig):
+        yield f"{path}_type", {"value": plain["_type"]}
+    for name, field in type(model).model_fields.items():
+        if field.exclude or name not in plain or (name == "reward" and isinstance(model, ComponentConfig)):
+            continue  # set by the run, not by a person
+        value, place = dict(model)[name], f"{path}{name}"
+        if isinstance(value, BaseModel):
+            yield from _differences(value, plain[name], f"{place}.")
+        elif isinstance(value, dict) and any(isinstance(each, BaseModel) for each in value.values()):
+            for key, each in value.items():
+                yield from _differences(each, plain[name][key], f"{place}.{key}.")
+        elif field.is_required():
+            yield place, {"value": plain[name]}
+        elif value != (default := field.get_default(call_default_factory=True, validated_data={})):
+            yield place, {"value": plain[name], "default": TypeAdapter(type(default)).dump_python(default, mode="json")}

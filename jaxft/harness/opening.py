@@ -18,7 +18,8 @@ from jaxft.errors import (
 )
 from jaxft.harness.checkpointing import Checkpointing, changes_of, check_changes, masked_paths, record
 from jaxft.harness.component_builder import ComponentBuilder
-from jaxft.harness.config import Config, differences_to_defaults, resolved_yaml, secrets_of, validation_config
+from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
+from jaxft.harness.config_help import differences_to_defaults
 from jaxft.harness.session import MODEL_FOLDER, Session, resume_command, run_environment
 from jaxft.harness.signals import Shutdown, current_shutdown
 from jaxft.harness.strict_yaml import parse_yaml

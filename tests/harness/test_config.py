@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from jaxft.errors import ConfigError
-from jaxft.harness.config import config_from_mapping, differences_to_defaults, help_text, load_config, resolved_yaml
+from jaxft.harness.config import config_from_mapping, help_text, load_config, resolved_yaml
+from jaxft.harness.config_help import differences_to_defaults
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import load_jsonl
 from jaxft.harness.strict_yaml import dump_yaml

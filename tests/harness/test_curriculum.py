@@ -54,6 +54,8 @@ HARD_FIRST = (
 @pytest.mark.parametrize("ascending, table", [(False, EASY_FIRST), (True, HARD_FIRST)])
 def test_twenty_epochs(ascending, table):
     config = CurriculumLearningConfig(enabled=True, sort_ascending=ascending)
+    before = initial_state(config)
+    assert (before["total_groups"], before["dropped_groups"], before["last_expansion_epoch"]) == (0, [], -1)
     found, state = run(config, 20)
     assert found == table
     assert state["last_expansion_epoch"] == 15 and state["total_groups"] == 10 and state["dropped_groups"] == ["d"]

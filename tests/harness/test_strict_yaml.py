@@ -23,6 +23,7 @@ from jaxft.harness.strict_yaml import dump_yaml, parse_yaml
         ("&x [1, 2]", [1, 2]),
         ("<<: {a: 1}", {"<<": {"a": 1}}),
         ("9" * 100, 10**100 - 1),
+        ("9" * 101, 1e101),
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(text, value):
