@@ -74,7 +74,7 @@ NOT_RUN = {
     "jaxft report runs/train-1": "the run of the program before it; tests/report/test_report.py has others",
     "jaxft chat runs/train-1": "the same run",
     "jaxft serve": "ends at a signal; tests/serving/test_serve_command.py types the commands of docs/agents.md",
-    "jaxft sweep --config-file run.yml --seeds": "tests/harness/test_sweep.py has several",
+    "jaxft sweep --config-file run.yml --seeds": "tests/report/test_sweep_runs.py has several",
     "jaxft export --merge": "tests/shipped/test_local_policy.py has one",
     "jaxft finetune --config-file run.yml --set llms.policy": "tests/test_fresh_process.py and tests/hosts have meshes",
     "python benchmarks/run.py rollout": "the suite of the same page has other cases",
@@ -151,7 +151,7 @@ REPEATED = {
     "docs/several-hosts.md, commands 1": "tests/hosts/test_training.py launches two processes",
     "docs/start.md, Python 1": "examples/ten_lines.py",
     "docs/sweeps.md, commands 3": "tests/harness/test_config_merge.py has such folders",
-    "docs/sweeps.md, commands 4": "tests/harness/test_sweep.py has sweeps of scripts",
+    "docs/sweeps.md, commands 4": "tests/report/test_sweep_runs.py has sweeps of scripts",
     "examples/custom_components/README.md, commands 1": "the commands of docs/extending.md",
     "examples/custom_components/README.md, commands 2": "the same commands",
 }

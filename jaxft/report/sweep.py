@@ -1,102 +1,229 @@
-"""The sweep: many runs by one command, each a process of its own, and their comparison at the end.
+"""The verb `jaxft sweep`: its options, and the grid of runs that they make, with a short name for each run.
 
     jaxft sweep --config-file run.yml --seeds 3 --set trainer_adapters.local.loss.name=grpo,dapo --jobs 2
     python experiments/arithmetic.py --seeds 3 --jobs 2
 
-All configurations are checked before a run starts. The same command goes on with a sweep that was stopped: it skips
-runs that are done, continues those that were interrupted, and repeats those that failed. The sweep imports no jax.
+A comma between values of `--set` separates alternatives; one inside of quotes, brackets or braces belongs to a value:
+
+    --set finetuning.num_epochs=5,10           two alternatives
+    --set imports=[a,b]                        one value, a list
+    --set 'imports=[a,b],[a]'                  two alternatives, both lists
+    --set 'llms.judge.model="a,b"'             one text with a comma
 """
 
 import argparse
-import os
-import shlex
-import signal
-import sys
+import hashlib
+import json
+import re
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxft.errors import ConfigError, JaxftError, RunDirectoryError, RunsFailed, Stopped
-from jaxft.files import home_path
-from jaxft.harness.config_merge import (
-    OUTPUT_DIR,
-    ConfigErrors,
-    escape_fields,
-    expanded,
-    has_fields,
-    literal,
-    override,
-    read_layers,
-    with_fields_expanded,
-)
-from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.runtime import complain, config_of, exit_code_of
-from jaxft.harness.signals import current_shutdown
-from jaxft.harness.verbs import OptionParser, Verb
-from jaxft.report.sweep_check import CheckedRun, Load, check_runs, listed
-from jaxft.report.sweep_grid import SEED, Grid, GridRun, make_grid, parse_seeds, read_list, yaml_text
-from jaxft.report.sweep_jobs import Job, divide_machine, ending_of, last_lines, progress_of, run_jobs, visible_gpus
-from jaxft.report.sweep_state import LOG_FOLDER, Sweep, SweepRun, read_state
-from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import holder_of_lock
-from jaxft.runs.environment import masked_command, version
-from jaxft.runs.files import CONFIG_FILE, holds_run
+from jaxft.errors import ConfigError
+from jaxft.files import home_path, safe_name
+from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.harness.verbs import Verb, whole_number
+from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
-MAKING_SEVERAL = ("seeds", "list", "jobs")
-"""Options of which a script needs one to make several runs."""
+SEED = "finetuning.seed"
 
-OTHERS = {"sweep_dir": "--sweep-dir", "fail_fast": "--fail-fast", "dry_run": "--dry-run"}
-"""Other options of several runs, by their names in the parsed arguments."""
+Overrides = tuple[tuple[str, str], ...]
+"""`(dotted path, YAML text)` pairs."""
+
+VAGUE = ("name", "_type", "path", "type")
+"""Fields that say nothing alone: a name has the part of the path before them as well."""
+
+MAX_SEEDS = 10_000
+MAX_NAME_CHARACTERS = 150
+_PLAIN = re.compile(r"[A-Za-z0-9_+-](?:[A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
+_VARIABLE = re.compile(r"\$\{\w+\}")
 
 
-class Program(NamedTuple):
-    """The program of the runs of a sweep.
+class GridRun(NamedTuple):
+    """A run of a sweep: its name, and its settings beside those that all runs have."""
 
-    Attributes:
-        command: its command line up to the options, as in `/usr/bin/python -m jaxft.cli finetune`.
-        shown: the same as a person types it, as in `jaxft finetune`.
-        sweep: the beginning of the sweep's own command line, as in `jaxft sweep`.
+    name: str
+    overrides: Overrides
+
+
+class Grid(NamedTuple):
+    """All runs of a sweep, and the settings that they share."""
+
+    shared: Overrides
+    runs: tuple[GridRun, ...]
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Return the numbers that `--seeds` names: `3` alone is a number of seeds, `0,5,7` a list of them.
+
+    >>> parse_seeds("3"), parse_seeds("0,5,7")
+    ((3,), (0, 5, 7))
     """
-
-    command: tuple[str, ...]
-    shown: tuple[str, ...]
-    sweep: tuple[str, ...]
-
-
-# -P: unlike the command `jaxft`, `python -m` would let modules in the working directory hide installed ones.
-JAXFT = Program((sys.executable, "-P", "-m", "jaxft.cli", "finetune"), ("jaxft", "finetune"), ("jaxft", "sweep"))
+    parts = [part.strip() for part in text.split(",")]
+    numbers = tuple(int(part) for part in parts if part.isascii() and part.isdecimal())
+    if len(numbers) < len(parts) or (len(parts) == 1 and not 1 <= numbers[0] <= MAX_SEEDS):
+        wanted = f"wants a number of seeds from 1 to {MAX_SEEDS}, as in 3, or a list of seeds, as in 0,5,7"
+        raise argparse.ArgumentTypeError(f"is {text}, but {wanted}; --set {SEED}=N sets a single one")
+    return numbers
 
 
-def run_sweep(parsed: argparse.Namespace, given: Sequence[str]) -> int:
-    """Make the runs of a sweep, each in a process of its own, and return the exit code: 1 if one of them failed.
+def split_alternatives(text: str) -> list[str]:
+    """Divide the value of a `--set` at its commas, except those inside of quotes, brackets or braces.
+
+    >>> split_alternatives("grpo, dapo"), split_alternatives("[1,2],{a: b,c: d}"), split_alternatives('"a,b"')
+    (['grpo', 'dapo'], ['[1,2]', '{a: b,c: d}'], ['"a,b"'])
+    >>> split_alternatives("it's,${DIR:-a,b}")
+    ["it's", '${DIR:-a,b}']
+
+    Raises:
+        ValueError: an alternative is empty, or a quote or a bracket is not closed.
+    """
+    parts, start, closing, quote, at = [], 0, "", "", 0
+    while at < len(text):
+        character = text[at]
+        if quote:
+            if character == "\\" and quote == '"':
+                at += 1
+            quote = "" if character == quote else quote
+        # A quote within a word, as in it's, is a letter.
+        elif character in "\"'" and text[start:at].rstrip()[-1:] in ("", ",", "[", "{", ":"):
+            quote = character
+        elif character in "[{":
+            closing += "]" if character == "[" else "}"
+        elif closing and character == closing[-1]:
+            closing = closing[:-1]
+        elif character == "," and not closing:
+            parts.append(text[start:at].strip())
+            start = at + 1
+        at += 1
+    if quote or closing:
+        raise ValueError(f"wants a closing {quote or closing[-1]}: quote the value")
+    parts.append(text[start:].strip())
+    if len(parts) > 1 and "" in parts:
+        raise ValueError(
+            f"alternative {parts.index('') + 1} of {len(parts)} is empty: write null or '\"\"', or remove the comma"
+        )
+    return parts
+
+
+def read_list(file: Path) -> list[Overrides]:
+    """Return the runs of a `--list` file: YAML with a list, and in it one mapping of overrides per run.
+
+    Raises:
+        ConfigError: the file cannot be read or is no such list; all faults are listed.
+    """
+    try:
+        entries = parse_yaml(file.read_bytes().decode("utf-8-sig"), str(file))
+    except OSError as error:
+        raise ConfigError([f"--list {file}: cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError:
+        raise ConfigError([f"--list {file}: not UTF-8"]) from None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError([f"--list {file}: wants a list with a mapping of overrides per run, as in - {SEED}: 1"])
+    faults: list[str] = []
+    found: list[Overrides] = []
+    for at, entry in enumerate(entries, start=1):
+        if isinstance(entry, dict):
+            try:
+                found.append(tuple((path, yaml_text(value)) for path, value in entry.items()))
+            except ValueError as error:
+                faults.append(f"--list {file}: entry {at} has a value for the configuration file only ({error})")
+        else:
+            faults.append(f"--list {file}: entry {at} is no mapping of dotted paths to values, as {SEED}: 1")
+    if faults:
+        raise ConfigError(faults)
+    return found
+
+
+def yaml_text(value: Any) -> str:
+    """Return a value as YAML on one line, as `--set` takes it; a text without quotes where it needs none.
+
+    >>> yaml_text("grpo"), yaml_text("1"), yaml_text("a,b"), yaml_text({"rank": 8, "on": None})
+    ('grpo', '"1"', '"a,b"', '{"rank": 8, "on": null}')
+
+    Raises:
+        ValueError: it holds an infinity or NaN.
+    """
+    if isinstance(value, str) and _PLAIN.fullmatch(value) and parse_yaml(value, "") == value:
+        return value
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def make_grid(
+    settings: Sequence[tuple[str, str]], entries: Sequence[Overrides], seeds: Sequence[int], first_seed: int
+) -> Grid:
+    """Return every combination of alternatives, list entries and seeds, the last of these varied fastest.
 
     Args:
-        parsed: the parsed arguments of `jaxft sweep`, or of a script that is asked for several runs.
-        given: the arguments as they were given; those that are not of the sweep are passed on.
+        settings: the `--set` of the command line.
+        entries: those of `--list`; empty without one.
+        seeds: those of `--seeds`; a single one is a number of seeds.
+        first_seed: the seed of the configuration, from which a number of seeds counts.
+
+    Raises:
+        ConfigError: all faults of the settings.
     """
-    jobs = parsed.jobs or 1
-    Console().message(f"jaxft {version('jaxft') or '(not installed)'}: sweep {parsed.config_file}")
-    try:
-        program = JAXFT if "verb" in parsed else _this_script()
-        sweep = prepare(parsed, program, given, lambda settings: config_of(parsed, settings))
-        shares = shares_of(sweep, jobs)
-    except KeyboardInterrupt:
-        return complain("interrupted; nothing was started", 128 + signal.SIGINT)
-    except JaxftError as error:
-        return complain(f"error: {error}", error.exit_code)
-    if parsed.dry_run:
-        list_runs(sweep, len(shares), Console().message)
-        return 0
-    return exit_code_of(
-        lambda: execute(sweep, jobs, fail_fast=parsed.fail_fast), log_level=parsed.log_level, computes=False
-    )
+    faults: list[str] = []
+    axes: dict[str, list[str]] = {}
+    elsewhere = {path for entry in entries for path, _ in entry} | ({SEED} if seeds else set())
+    for path, text in settings:
+        try:
+            alternatives = split_alternatives(text)
+        except ValueError as error:
+            faults.append(f"--set {path}: {error}")
+            continue
+        if max(len(alternatives), len(axes.get(path, ()))) > 1 and (path in axes or path in elsewhere):
+            faults.append(f"--set {path}: is given twice: put all alternatives into one option")
+        axes[path] = alternatives
+    shared = tuple((path, texts[0]) for path, texts in axes.items() if len(texts) == 1 and path not in elsewhere)
+    choices: list[list[Overrides]] = [[((path, text),) for text in texts] for path, texts in axes.items() if texts[1:]]
+    choices += [list(entries)] if entries else []
+    if seeds:
+        values = seeds if len(seeds) > 1 else range(first_seed, first_seed + seeds[0])
+        choices.append([((SEED, str(value)),) for value in values])
+    if not choices:
+        faults.append("nothing is varied: give --seeds 3, --set PATH=A,B with several values, or --list FILE")
+    combinations = [tuple(pair for choice in combination for pair in choice) for combination in product(*choices)]
+    varied = dict.fromkeys(pair for overrides in combinations for pair in overrides)
+    faults += [
+        f"{path}: is a secret, which would name the run directories: vary ${{VARIABLES}} that hold it"
+        for path in dict.fromkeys(
+            path
+            for path, text in varied
+            if (is_secret_name(path) and not _VARIABLE.fullmatch(text)) or secrets_in_urls(text)
+        )
+    ]
+    if faults:
+        raise ConfigError(faults)
+    keys = _short_names(list(dict.fromkeys(path for path, _ in varied)))
+    return Grid(shared, tuple(GridRun(_name(overrides, keys), overrides) for overrides in combinations))
 
 
-def _this_script() -> Program:
-    """Return the script of this process, with the options of its interpreter."""
-    before = len(sys.orig_argv) - len(sys.argv) + 1  # all but the script's own arguments
-    shown = ("python", *sys.orig_argv[1:before])
-    return Program((sys.executable, *sys.orig_argv[1:before]), shown, shown)
+def _short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return the shortest end of each dotted path that says what it is, and that no other path has.
+
+    >>> _short_names(["finetuning.seed", "adapters.local.loss.name", "a.b.rank", "a.c.rank"]).values()
+    dict_values(['seed', 'loss.name', 'b.rank', 'c.rank'])
+    """
+    names = {}
+    for path in paths:
+        parts = path.split(".")
+        length = 2 if parts[-1] in VAGUE else 1
+        others = [other for other in paths if other != path]
+        while length < len(parts) and any(f".{other}".endswith("." + ".".join(parts[-length:])) for other in others):
+            length += 1
+        names[path] = ".".join(safe_name(part) for part in parts[-length:])
+    return names
+
+
+def _name(overrides: Overrides, keys: dict[str, str]) -> str:
+    """Return the name of a run: what differs, as in `loss.name=grpo,seed=0`; its length is bounded."""
+    name = ",".join(f"{keys[path]}={safe_name(text)}" for path, text in overrides) or "base"
+    if len(name) <= MAX_NAME_CHARACTERS:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    return f"{name[: MAX_NAME_CHARACTERS - 13].rstrip('.,=')}-{digest}"
 
 
 def sweep_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,15 +233,21 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         "Make one run for each combination of seeds and of values that are separated by commas in --set.",
     )
     group.add_argument(
-        "--seeds", type=_seeds, metavar="N", help="this many seeds from finetuning.seed on; or a list, as in 0,5,7"
+        "--seeds",
+        type=parse_seeds,
+        default=(),
+        metavar="N",
+        help="this many seeds from finetuning.seed on; or a list, as in 0,5,7",
     )
-    group.add_argument("--jobs", type=_jobs, metavar="N", help="runs at once, which divide the machine (default 1)")
+    group.add_argument(
+        "--jobs", type=whole_number, metavar="N", help="runs at once, which divide the machine (default 1)"
+    )
     group.add_argument("--list", type=home_path, metavar="FILE", help="YAML: a list with overrides for each run")
     group.add_argument(
         "--sweep-dir",
         type=home_path,
         metavar="FOLDER",
-        help="folder of the runs, their record and comparison (default: finetuning.output_dir with _sweep at its end)",
+        help="folder of the runs and their comparison (default: finetuning.output_dir with _sweep at its end)",
     )
     group.add_argument("--fail-fast", action="store_true", help="stop all runs when one has failed")
     group.add_argument("--dry-run", action="store_true", help="check all configurations and list the runs; run none")
@@ -127,284 +260,15 @@ def is_sweep(parsed: argparse.Namespace) -> bool:
         ConfigError: there are options for several runs, but nothing that makes several.
     """
     options = vars(parsed)
-    if any(options.get(name) is not None for name in MAKING_SEVERAL):
+    if "seeds" not in options:  # `jaxft finetune` has a --dry-run of another kind
+        return False
+    if any(options[name] not in (None, ()) for name in ("seeds", "list", "jobs")):
         return True
-    given = [option for name, option in OTHERS.items() if options.get(name)]
-    # `jaxft finetune` has no --seeds, and a --dry-run of another kind.
-    if given and "seeds" in options:
-        raise ConfigError([f"{given[0]}: is for several runs: give --seeds, --list or --jobs as well"])
+    given = [name for name in ("sweep_dir", "fail_fast", "dry_run") if options[name]]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise ConfigError([f"{option}: is for several runs: give --seeds, --list or --jobs as well"])
     return False
-
-
-def prepare(parsed: argparse.Namespace, program: Program, arguments: Sequence[str], load: Load) -> Sweep:
-    """Return the sweep that a command line asks for, every configuration checked; nothing is written.
-
-    Args:
-        parsed: the parsed arguments.
-        program: the program of the runs.
-        arguments: the arguments as they were given.
-        load: loads the configuration of the command line, with the overrides of a run in the place of its own.
-
-    Raises:
-        ConfigError: lists every fault of every run.
-        RunDirectoryError: a directory is in use, or holds something else.
-    """
-    template, first_seed = _base(parsed)
-    entries = [] if parsed.list is None else read_list(parsed.list)
-    grid = make_grid(parsed.override, entries, parsed.seeds, first_seed)
-    folder = _folder(template, parsed.sweep_dir)
-    has_own_names = has_fields(template)
-    planned = [
-        GridRun(run.name, _with_directory(grid, run, None if has_own_names else folder / run.name)) for run in grid.runs
-    ]
-    checked = check_runs(planned, load)
-    state = read_state(folder)
-    passed_on = _passed_on(arguments)
-    sweep = Sweep(
-        folder=folder,
-        config_file=parsed.config_file.name,
-        program=" ".join(program.shown),
-        command=shlex.join(masked_command([*program.sweep, *(each for each in arguments if each != "--overwrite")])),
-        runs=[],
-    )
-    if state and (state.get("config_file"), state.get("program")) != (sweep.config_file, sweep.program):
-        raise RunDirectoryError(
-            f"'{folder}' holds a sweep of {state.get('program')} with {state.get('config_file')}: give another "
-            "--sweep-dir"
-        )
-    for run, whole, found in zip(grid.runs, planned, checked, strict=True):
-        options = [part for path, text in whole.overrides for part in ("--set", f"{path}={text}")]
-        sweep.runs.append(
-            SweepRun(
-                name=run.name,
-                directory=Path(found.output_dir),
-                log=folder / LOG_FOLDER / f"{run.name}.log",
-                overrides=run.overrides,
-                command=(*program.command, *passed_on, *options),
-                shown_program=(program.shown, len(program.command)),
-                num_epochs=found.num_epochs,
-            )
-        )
-    entries_before = state.get("runs", {})
-    sweep.others = {name: entry for name, entry in entries_before.items() if name not in {r.name for r in sweep.runs}}
-    _take_up(sweep, entries_before, checked, may_change=parsed.resume, overwrite=parsed.overwrite)
-    return sweep
-
-
-def _base(parsed: argparse.Namespace) -> tuple[str, int]:
-    """Return output directory and seed of the configuration, as they are written, without importing its modules."""
-    values, faults = read_layers(parsed.config_file), ConfigErrors()
-    override(values, [pair for pair in parsed.override if pair[0] in (SEED, OUTPUT_DIR, "finetuning")], faults)
-    section = values.get("finetuning")
-    section = expanded(section, "finetuning", faults) if isinstance(section, dict) else {}
-    output_dir = section.get("output_dir") or str(FinetuneConfig.model_fields["output_dir"].default)
-    seed = section.get("seed", 0)
-    is_number = isinstance(seed, int) or (isinstance(seed, str) and seed.isdecimal())
-    template = str(home_path(str(output_dir)))
-    return template, int(seed) if is_number else 0  # the check of the runs refuses any other seed
-
-
-def _folder(template: str, given: Path | None) -> Path:
-    """Return the folder of a sweep: `x_sweep` for the output directory `x`, else the part before its first field."""
-    if given is not None:
-        return given
-    if not has_fields(template):
-        path = Path(with_fields_expanded(template, {}))
-        return path.with_name(f"{path.name}_sweep") if path.name else Path("sweep")
-    parts = Path(template).parts
-    before = parts[: next(number for number, part in enumerate(parts) if has_fields(part))]
-    return Path(with_fields_expanded(str(Path(*before)), {}))
-
-
-def _with_directory(grid: Grid, run: GridRun, directory: Path | None) -> Any:
-    """Return all settings of a run, with its directory unless that has a name of its own."""
-    overrides = (*grid.shared, *run.overrides)
-    if directory is None or any(path == OUTPUT_DIR for path, _ in run.overrides):
-        return overrides
-    text = yaml_text(escape_fields(literal(str(directory))))
-    return (*(pair for pair in overrides if pair[0] != OUTPUT_DIR), (OUTPUT_DIR, text))
-
-
-def _passed_on(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments without the options of the sweep, and those that each run gets its own of."""
-    parser = OptionParser(add_help=False, allow_abbrev=False)
-    sweep_arguments(parser)
-    parser.add_argument("--set", action="append")
-    parser.add_argument("-o", "--override", nargs=2, action="append")
-    for flag in ("--resume", "--overwrite"):
-        parser.add_argument(flag, action="store_true")
-    return parser.parse_known_args(list(arguments))[1]
-
-
-def _take_up(
-    sweep: Sweep, entries: dict[str, Any], checked: Sequence[CheckedRun], *, may_change: bool, overwrite: bool
-) -> None:
-    """Give each run the state in which an earlier command has left it.
-
-    Raises:
-        RunDirectoryError: lists directories that are in use, that other programs made, or whose runs had another
-            configuration.
-    """
-    faults: dict[str, list[str]] = {}
-    for run, found in zip(sweep.runs, checked, strict=True):
-        holder = holder_of_lock(run.directory)
-        entry = entries.get(run.name, {})
-        is_known = entry.get("directory") == str(run.directory)
-        fault = None
-        if holder is not None:
-            fault = f"is in use by {holder}: wait for that run, or give another --sweep-dir"
-        elif overwrite:
-            run.begins_anew = True
-        elif holds_run(run.directory) and not is_known:
-            fault = "holds a run that is not of this sweep: give another --sweep-dir, or --overwrite"
-        elif is_known and (run.directory / CONFIG_FILE).is_file():
-            run.take_up(entry)
-            if found.changes and run.state == "failed":
-                run.begins_anew = True
-            elif found.changes and may_change:
-                run.state = "interrupted"
-            elif found.changes:
-                fault = (
-                    f"was made with another configuration ({listed(found.changes)}): give --resume to continue it with "
-                    "this one, --overwrite to begin anew, or another --sweep-dir"
-                )
-        if fault is not None:
-            faults.setdefault(fault, []).append(f"'{run.directory}'")
-    if faults:
-        lines = [f"{listed(paths)}: {fault}" for fault, paths in faults.items()]
-        raise RunDirectoryError("\n  ".join([f"the sweep in '{sweep.folder}' cannot go on:", *lines]))
-
-
-def list_runs(sweep: Sweep, jobs: int, show: Any) -> None:
-    """Show the runs of a sweep with their states and command lines."""
-    for run in sweep.runs:
-        show(f"{run.name}: {run.state}, in {run.directory}\n  {run.shown()}")
-    todo = sum(run.state != "done" for run in sweep.runs)
-    show(f"{len(sweep.runs)} runs, {todo} to do, {jobs} at once; nothing was started or written")
-
-
-def shares_of(sweep: Sweep, jobs: int) -> list[Any]:
-    """Return a share of the machine for each run at once; at most as many as there are runs."""
-    return divide_machine(min(jobs, len(sweep.runs)), visible_gpus(), sorted(os.sched_getaffinity(0)))
-
-
-async def execute(sweep: Sweep, jobs: int, *, fail_fast: bool) -> None:
-    """Run what is left of a sweep, and compare its runs.
-
-    Raises:
-        RunsFailed: some runs failed; the message has the last lines of each, and the command to repeat it.
-        Stopped: a signal ended the sweep.
-    """
-    console, total = current_console(), len(sweep.runs)
-    shares = shares_of(sweep, jobs)
-    with sweep.locked():
-        todo = [run for run in sweep.runs if run.state != "done"]
-        done = f", {total - len(todo)} of them done" if len(todo) < total else ""
-        console.message(f"{_counted(total)} in {sweep.folder}{done}, {len(shares)} at once")
-        if jobs > total:
-            console.message(f"--jobs {jobs}: there are no more than {_counted(total)}")
-        sweep.write()
-        shutdown = current_shutdown()
-        if shutdown is not None:
-            shutdown.resume_command = sweep.command
-        before = {run.name: run.num_cpus for run in todo}
-
-        def changed(run: SweepRun) -> None:
-            sweep.write()
-            _show_change(run, sweep, before[run.name], console)
-
-        def show(running: list[Job]) -> None:
-            console.status(lambda: _live(sweep, running))
-
-        await run_jobs(todo, shares, show, changed, fail_fast=fail_fast)
-        sweep.write()
-        console.status("")
-        if shutdown is not None and shutdown.signal is not None:
-            raise Stopped(_summary(sweep))
-        _compare(sweep, console)
-        console.message(_summary(sweep))
-        failed = [run for run in sweep.runs if run.state == "failed"]
-        if failed:
-            raise RunsFailed("\n".join([f"{_counted(len(failed))} of {total} failed", *map(_failure, failed)]))
-
-
-def _compare(sweep: Sweep, console: Console) -> None:
-    """Show and write the comparison of all runs that have begun."""
-    # matplotlib and numpy take a second to import, for which a sweep that only lists its runs should not wait.
-    from jaxft.report.compare import write_comparison
-    from jaxft.report.comparison import compare_runs
-    from jaxft.report.comparison_text import comparison_text
-
-    made = [run.directory for run in sweep.runs if (run.directory / CONFIG_FILE).is_file()]
-    if not made:
-        return
-    try:
-        comparison = compare_runs(made)
-        console.message(f"\n{comparison_text(comparison, console.columns)}\n")
-        written = write_comparison(comparison, sweep.folder)
-    except JaxftError as error:  # the runs themselves are all right
-        console.message(f"the runs could not be compared: {error}")
-        return
-    console.message(f"written to {', '.join(map(str, written))}")
-
-
-def _show_change(run: SweepRun, sweep: Sweep, num_cpus_before: int | None, console: Console) -> None:
-    number = 1 + [each.name for each in sweep.runs].index(run.name)
-    title = f"[{number}/{len(sweep.runs)}] {run.name}:"
-    progress = progress_of(run)
-    if run.state == "running":
-        resumed = "--resume" in run.arguments()
-        console.message(f"{title} {'continues from its checkpoint' if resumed else 'begins'}")
-        if resumed and num_cpus_before not in (None, run.num_cpus):
-            console.message(
-                f"{title} had {num_cpus_before} CPUs and now has {run.num_cpus}: its numbers agree with those of an "
-                "uninterrupted run up to rounding"
-            )
-        return
-    ending = f" ({ending_of(run.exit_code)})" if run.state == "failed" and run.exit_code is not None else ""
-    about = ", ".join(filter(None, (progress, f"{run.seconds:.0f} s")))
-    console.message(f"{title} {run.state}{ending}, {about}" + (f"; {run.log}" if run.state == "failed" else ""))
-
-
-def _live(sweep: Sweep, running: list[Job]) -> str:
-    lines = [
-        f"{job.run.name}: {progress_of(job.run, job.began_at) or 'preparing'} ({job.seconds:.0f} s)" for job in running
-    ]
-    return "\n".join([*lines, _summary(sweep)])
-
-
-def _summary(sweep: Sweep) -> str:
-    """Return how many runs are in which state.
-
-    The states are in the order of a run's life.
-    """
-    states = [run.state for run in sweep.runs]
-    order = ("done", "failed", "interrupted", "running", "waiting")
-    counts = [f"{states.count(state)} {state}" for state in order if state in states]
-    return f"{_counted(len(states))}: {', '.join(counts)}"
-
-
-def _failure(run: SweepRun) -> str:
-    ending = "" if run.exit_code is None else f" ({ending_of(run.exit_code)})"
-    lines = "".join(f"\n    {line}" for line in last_lines(run.log))
-    return f"{run.name}{ending}; the end of {run.log}:{lines}\n  repeat it with:\n    {run.shown()}"
-
-
-def _counted(number: int) -> str:
-    return "1 run" if number == 1 else f"{number} runs"
-
-
-def _seeds(text: str) -> Any:
-    try:
-        return parse_seeds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _jobs(text: str) -> int:
-    if text.isascii() and text.isdecimal() and 1 <= int(text) <= 10_000:
-        return int(text)
-    raise argparse.ArgumentTypeError("wants a whole number of runs at once, at least 1")
 
 
 SWEEP = Verb(
@@ -417,7 +281,7 @@ In --set a comma separates alternatives; one inside of quotes, brackets or brace
 goes on with a sweep that was stopped: it skips finished runs, continues interrupted ones and repeats failed ones. With
 --resume it also continues runs whose configuration has changed since.""",
     add_arguments=sweep_arguments,
-    run=run_sweep,
+    run="jaxft.report.sweep_runs:run",
     reads_configuration=True,
     takes_over=is_sweep,
 )

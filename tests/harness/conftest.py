@@ -291,30 +291,3 @@ async def leaky_agent(config, builder):
         return " ".join(secrets)
 
     yield answer
-
-
-@pytest.fixture
-def take_place_of_processes(monkeypatch):
-    """Lets a coroutine function, called with the command and a log, take the place of each process of a sweep."""
-
-    class Process:
-        def __init__(self, working):
-            self._working = working
-
-        async def wait(self):
-            await asyncio.wait({self._working})
-            return -signal.SIGTERM if self._working.cancelled() else self._working.result()
-
-        def terminate(self):
-            self._working.cancel()
-
-        kill = terminate
-
-    def take_place(work):
-        async def start(*command, stdout, **options):
-            log = os.fdopen(os.dup(stdout.fileno()), "a", buffering=1)
-            return Process(asyncio.create_task(work(command, log)))
-
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
-
-    return take_place

@@ -1,13 +1,17 @@
+"""The grid of runs that the options of a sweep make, their names, and what is refused."""
+
+import argparse
+
 import pytest
 
 from jaxft.errors import ConfigError
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.report.sweep_grid import Seeds, make_grid, parse_seeds, read_list, split_alternatives, yaml_text
+from jaxft.report.sweep import make_grid, parse_seeds, read_list, split_alternatives, yaml_text
 
 LOSS, RATE = "trainer_adapters.local.loss.name", "trainer_adapters.local.optimizer.learning_rate"
 
 
-def names(settings=(), entries=(), seeds=None, first_seed=0):
+def names(settings=(), entries=(), seeds=(), first_seed=0):
     return [run.name for run in make_grid(settings, entries, seeds, first_seed).runs]
 
 
@@ -32,7 +36,7 @@ def test_commas_outside_of_quotes_and_brackets_separate(text, alternatives):
 
 
 def test_a_grid_has_every_combination_and_seeds_change_fastest():
-    assert names([(LOSS, "grpo,dapo"), ("finetuning.num_epochs", "5")], seeds=Seeds(2)) == [
+    assert names([(LOSS, "grpo,dapo"), ("finetuning.num_epochs", "5")], seeds=(2,)) == [
         "loss.name=grpo,seed=0",
         "loss.name=grpo,seed=1",
         "loss.name=dapo,seed=0",
@@ -41,7 +45,7 @@ def test_a_grid_has_every_combination_and_seeds_change_fastest():
 
 
 def test_a_single_value_is_shared_and_a_number_of_seeds_begins_at_the_configured_one():
-    grid = make_grid([(RATE, "1e-3"), ("finetuning.seed", "7")], (), Seeds(2), 7)
+    grid = make_grid([(RATE, "1e-3"), ("finetuning.seed", "7")], (), (2,), 7)
     assert grid.shared == ((RATE, "1e-3"),)
     assert [run.overrides for run in grid.runs] == [(("finetuning.seed", "7"),), (("finetuning.seed", "8"),)]
     assert names(seeds=parse_seeds("5,3"), first_seed=7) == ["seed=5", "seed=3"]
@@ -52,7 +56,7 @@ def test_the_list_is_varied_with_everything_else(tmp_path):
     file.write_text(f"- {{{LOSS}: grpo}}\n- {{{LOSS}: dapo, {RATE}: 1.0e-4}}\n- {{}}\n")
     entries = read_list(file)
     assert names(entries=entries) == ["loss.name=grpo", "loss.name=dapo,learning_rate=0.0001", "base"]
-    assert names(entries=entries[1:], seeds=Seeds(1)) == ["loss.name=dapo,learning_rate=0.0001,seed=0", "seed=0"]
+    assert names(entries=entries[1:], seeds=(1,)) == ["loss.name=dapo,learning_rate=0.0001,seed=0", "seed=0"]
 
 
 HOSTILE = ["../../etc", "a/b", "..", ".", '""', "a b", "A", "a", "é", "\u202e", "CON", "x" * 400, "x" * 401, "-rf", "~"]
@@ -60,7 +64,7 @@ HOSTILE = ["../../etc", "a/b", "..", ".", '""', "a b", "A", "a", "é", "\u202e",
 
 def test_names_are_distinct_and_safe_on_file_systems(tmp_path):
     values = ",".join(f"'{text}'" for text in HOSTILE)
-    made = names([("workflow.text", values), ("llms.../x y.temperature", "1,1.5")], seeds=Seeds(2))
+    made = names([("workflow.text", values), ("llms.../x y.temperature", "1,1.5")], seeds=(2,))
     assert len(set(made)) == len(made) == 4 * len(HOSTILE)
     for name in made:
         assert len(name) <= 150 and name.isascii() and "/" not in name and name[0] not in ".-" and " " not in name
@@ -68,8 +72,8 @@ def test_names_are_distinct_and_safe_on_file_systems(tmp_path):
 
 
 def test_a_value_that_looks_like_a_shortened_one_is_another():
-    (long,) = (run.name.partition("=")[2] for run in make_grid([("a.b", f"{'y' * 60},1")], (), None, 0).runs[:1])
-    assert len(set(names([("a.b", f"{'y' * 60},{long}")]))) == 2
+    (long,) = (run.name.partition("=")[2] for run in make_grid([("a.b", f"{'y' * 120},1")], (), (), 0).runs[:1])
+    assert len(set(names([("a.b", f"{'y' * 120},{long}")]))) == 2
 
 
 def test_many_settings_make_a_name_of_bounded_length():
@@ -96,19 +100,16 @@ def test_values_of_a_list_are_passed_on_unchanged(value):
 @pytest.mark.parametrize(
     ("settings", "seeds", "message"),
     [
-        ([("a.b", "1,")], None, r"--set a\.b: alternative 2 of 2 is empty"),
-        ([("a.b", "1,,2")], None, r"--set a\.b: alternative 2 of 3 is empty"),
-        ([("a.b", "[1,2")], None, r"--set a\.b: wants a closing \]"),
-        ([("a.b", "'x,y")], None, r"--set a\.b: wants a closing '"),
-        ([("a.b", "1,@x")], None, r"--set a\.b: alternative 2 of 2 is not YAML"),
-        ([("a.b", "@x")], Seeds(2), r"--set a\.b: the value is not YAML"),
-        ([("a.b", "1e-3,0.001")], None, r"--set a\.b: alternatives 1 and 2 are the same"),
-        ([("a.b", "1,2"), ("a.b", "3")], None, r"--set a\.b: is given twice"),
-        ([("finetuning.seed", "1,2")], Seeds(2), r"--seeds: finetuning\.seed is varied by --set"),
-        ([("llms.judge.api_key", "sk-1,sk-2")], None, r"llms\.judge\.api_key: is a secret"),
-        ([("llms.judge.base_url", "http://a:pw12@b,http://c")], None, r"base_url: is a secret"),
-        ([("a.b", "1")], None, "nothing is varied"),
-        ([], None, "nothing is varied"),
+        ([("a.b", "1,")], (), r"--set a\.b: alternative 2 of 2 is empty"),
+        ([("a.b", "1,,2")], (), r"--set a\.b: alternative 2 of 3 is empty"),
+        ([("a.b", "[1,2")], (), r"--set a\.b: wants a closing \]"),
+        ([("a.b", "'x,y")], (), r"--set a\.b: wants a closing '"),
+        ([("a.b", "1,2"), ("a.b", "3")], (), r"--set a\.b: is given twice"),
+        ([("finetuning.seed", "1,2")], (2,), r"--set finetuning\.seed: is given twice"),
+        ([("llms.judge.api_key", "sk-1,sk-2")], (), r"llms\.judge\.api_key: is a secret"),
+        ([("llms.judge.base_url", "http://a:pw12@b,http://c")], (), r"base_url: is a secret"),
+        ([("a.b", "1")], (), "nothing is varied"),
+        ([], (), "nothing is varied"),
     ],
 )
 def test_faults_of_a_grid(settings, seeds, message):
@@ -121,14 +122,9 @@ def test_a_secret_in_a_variable_may_be_varied():
     assert len(names([("llms.judge.api_key", "${KEY_A},${KEY_B}")])) == 2
 
 
-def test_seeds_do_not_leave_their_range():
-    with pytest.raises(ConfigError, match="4294967295"):
-        make_grid((), (), Seeds(3), 2**32 - 2)
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1,", "1.5", "1,1", "4294967296,1", "10001", "٣"])
+@pytest.mark.parametrize("text", ["0", "-1", "x", "", "1,", "1.5", "10001", "٣"])
 def test_what_is_no_seeds(text):
-    with pytest.raises(ValueError, match=r"wants|twice"):
+    with pytest.raises(argparse.ArgumentTypeError, match="wants"):
         parse_seeds(text)
 
 
@@ -139,8 +135,7 @@ def test_what_is_no_seeds(text):
         ("a: 1", "wants a list"),
         ("[]", "wants a list"),
         ("- a.b: 1\n- 2", "entry 2 is no mapping"),
-        ("- a.b: 1\n- c: 2\n- a.b: 1", "entry 3 is the same as entry 1"),
-        ("- a.b: .inf", "entry 1 has a value that"),
+        ("- a.b: .inf", "entry 1 has a value for"),
         ("- {", r"runs\.yml:1"),
     ],
 )
@@ -157,6 +152,6 @@ def test_a_list_that_is_not_there(tmp_path):
 
 def test_a_path_is_varied_in_one_place():
     entries = [(("a.b", "1"),), (("a.b", "2"),)]
-    with pytest.raises(ConfigError, match=r"--set a\.b: is in --list as well"):
-        make_grid([("a.b", "3,4")], entries, None, 0)
+    with pytest.raises(ConfigError, match=r"--set a\.b: is given twice"):
+        make_grid([("a.b", "3,4")], entries, (), 0)
     assert names([("a.b", "3")], entries) == ["b=1", "b=2"]
