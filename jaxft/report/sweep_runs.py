@@ -62,12 +62,8 @@ STATES = {"finished": "interrupted", "unfinished": "interrupted", "failed": "fai
 """States of runs that are to do, by what their directories say; None: there is no run."""
 
 
-class Checked(NamedTuple):
-    """A valid configuration: its directory, its epochs, and its differences to the run in that directory, as texts."""
-
-    directory: Path
-    num_epochs: int
-    changes: list[str]
+Checked = tuple[Path, int, list[str]]
+"""Directory and epochs of a valid configuration, and its differences to the run in that directory, as texts."""
 
 
 class Share(NamedTuple):
@@ -151,10 +147,10 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
     folder = _folder(template) if parsed.sweep_dir is None else parsed.sweep_dir
     planned = []
     for name, overrides in grid.runs:
-        settings = dict((*grid.shared, *overrides))
+        whole = dict((*grid.shared, *overrides))
         if not has_fields(template) and OUTPUT_DIR not in dict(overrides):
-            settings[OUTPUT_DIR] = yaml_text(escape_fields(literal(str(folder / name))))
-        planned.append(GridRun(name, tuple(settings.items())))
+            whole[OUTPUT_DIR] = yaml_text(escape_fields(literal(str(folder / name))))
+        planned.append(GridRun(name, tuple(whole.items())))
     # Loading a configuration imports the user's modules, which may import jax or take a device. The sweep must not: it
     # waits for hours while its runs use the devices. Ctrl-C is for this process.
     fork, ignore_sigint = multiprocessing.get_context("fork"), (signal.SIGINT, signal.SIG_IGN)
@@ -227,8 +223,7 @@ def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[lis
             for fault in error.faults if isinstance(error, ConfigError) else (str(error),):
                 names.setdefault(fault, []).append(name)
             continue
-        directory = config.finetuning.output_dir
-        checked.append(Checked(directory, config.finetuning.num_epochs, _changes(config)))
+        checked.append((config.finetuning.output_dir, config.finetuning.num_epochs, _changes(config)))
         alike = config.model_copy(update={"finetuning": config.finetuning.model_copy(update={"output_dir": Path()})})
         # The text is fast to find, but secrets are masked in it.
         same = by_text.setdefault(resolved_yaml(alike), [])
@@ -237,7 +232,7 @@ def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[lis
             names.setdefault("runs have the same configuration: remove all but one", twins[:1]).append(name)
         same.append((name, alike))
     faults = [fault if len(having) == len(runs) else f"{fault} ({listed(having)})" for fault, having in names.items()]
-    shared = [path for path, count in Counter(str(each.directory) for each in checked).items() if count > 1]
+    shared = [path for path, count in Counter(str(directory) for directory, *_ in checked).items() if count > 1]
     faults += [f"{OUTPUT_DIR}: several runs have the directory '{path}': add fields of what differs" for path in shared]
     return faults, checked
 

@@ -1,8 +1,6 @@
 """Toy components: an agent without a language model, and a trainer that trains nothing."""
 
 import asyncio
-import os
-import signal
 from typing import Any
 
 import pytest
