@@ -1,4 +1,4 @@
-"""The reference of attention within whole rows.
+"""The reference of attention within whole rows, and which keys a query sees.
 
 Letters: `B` rows, `T` tokens, `S` tokens attended to, `H` query heads, `K` key/value heads, `G = H / K`, `h` head
 width.
@@ -68,6 +68,49 @@ def visible_keys(
     if query_segments is not None and key_segments is not None:
         visible &= query_segments[:, :, None] == key_segments[:, None, :]
     return visible
+
+
+class Span(NamedTuple):
+    """The keys that a block of consecutive queries sees.
+
+    Attributes:
+        first: first column of the row's table.
+        end: column after the last; `first` where the block has no real query.
+        earliest: first position.
+        latest: last position, that of the last real query.
+    """
+
+    first: Array
+    end: Array
+    earliest: Array
+    latest: Array
+
+
+def span_of_block(
+    start: Int[Array, "..."],
+    count: Int[Array, "..."],
+    offset: Int[Array, "..."],
+    size: int,
+    page_size: int,
+    window: int | None,
+) -> Span:
+    """Return what queries `offset` to `offset + size - 1` of a row see, of which it has `count` from `start` on.
+
+    >>> span = span_of_block(jnp.array(100), jnp.array(20), jnp.array(16), 16, page_size=64, window=50)
+    >>> [int(x) for x in span]  # queries at positions 116 to 119
+    [1, 2, 67, 119]
+    """
+    latest = start + jnp.minimum(count, offset + size) - 1
+    earliest = jnp.zeros_like(latest) if window is None else jnp.maximum(start + offset - window + 1, 0)
+    first = jax.lax.div(earliest, page_size)
+    end = jnp.where(count > offset, jax.lax.div(latest, page_size) + 1, first)
+    return Span(first, end, earliest, latest)
+
+
+def visible_slots(queries: Int[Array, "..."], slots: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
+    """Return True where a query at a position sees a key at a position, both broadcast."""
+    visible = slots <= queries
+    return visible if window is None else visible & (slots > queries - window)
 
 
 MOST_SCORES = 2**28

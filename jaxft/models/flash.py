@@ -257,20 +257,19 @@ SAVED = "attention"
 
 def _splash(scores: Scores, devices: Sequence[Any], segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
     # Imported here for the reason of `_pallas`.
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     (length, heads), window = q.shape[1:3], scores.window
     block = splash_block(length)
     added = -length % block
     shape = length + added, length + added
-    mask = splash_mask.CausalMask(shape) if window is None else splash_mask.LocalMask(shape, (window - 1, 0), 0)
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     # The backward pass in one kernel writes a gradient of the queries per block of keys, which is quadratic in tokens.
     sizes = splash.BlockSizes(
         block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
     )
     kernel = splash.make_splash_mha_single_device(
-        splash_mask.MultiHeadMask([mask] * heads),
+        splash.MultiHeadMask([mask] * heads),
         block_sizes=sizes,
         attn_logits_soft_cap=scores.soft_cap,
         residual_checkpoint_name=SAVED,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub  # whose parts are imported when they are used
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -57,13 +58,10 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
     if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         _refuse_pickle(folder)
         raise ModelFileError(f"{name} is not a folder; wanted one with config.json and {WEIGHTS}, or the id of a model")
-    # Imported here, as a model on disk needs no network client.
-    from huggingface_hub import snapshot_download
-
     try:
         # Not all *.safetensors: some repositories hold the same weights twice, under other names.
         patterns = ["config.json", "generation_config.json", "model*.safetensors", INDEX]
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         raise ModelFileError(
             f"{name!r} is neither a folder here nor could it be downloaded ({type(error).__name__}: {error}); download "

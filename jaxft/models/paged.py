@@ -122,20 +122,18 @@ def write_and_attend(
 def _write_and_attend(
     scores: Scores, axis: int, kernel: PagedKernel, q: Array, k: Array, v: Array, pages: LayerPages, rows: PagedRows
 ) -> tuple[Array, LayerPages]:
-    if kernel == "triton" and q.shape[1] == 1:
-        from jaxft.models.paged_kernels import write_and_attend_gpu
+    if kernel != "reference":
+        from jaxft.models import paged_kernels  # Pallas takes half a second, which users of CPUs are spared
 
-        attended, *written = write_and_attend_gpu(q, k, v, *pages, *rows, scores=scores)
+    if kernel == "triton" and q.shape[1] == 1:
+        attended, *written = paged_kernels.write_and_attend_gpu(q, k, v, *pages, *rows, scores=scores)
         return attended, LayerPages(*written)
     if axis == 1 and (added := pages.keys.shape[-1] - k.shape[-1]):
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, added))) for x in (k, v))
     pages = write_token(pages, k, v, rows, axis) if q.shape[1] == 1 else write_tokens(pages, k, v, rows, axis)
     if kernel == "reference":
         return attend_reference(q, pages, rows, scores, axis), pages
-    # Importing Pallas takes half a second, which users of CPUs are spared.
-    from jaxft.models.paged_kernels import attend_gpu, attend_tpu
-
-    attend = attend_gpu if kernel == "triton" else attend_tpu
+    attend = paged_kernels.attend_gpu if kernel == "triton" else paged_kernels.attend_tpu
     return attend(q, pages.keys, pages.values, *rows, scores=scores), pages
 
 

@@ -17,52 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxft.models.attention import MASK_VALUE, Scores
-
-
-class Span(NamedTuple):
-    """The keys that a block of consecutive queries sees.
-
-    Attributes:
-        first: first column of the row's table.
-        end: column after the last; `first` where the block has no real query.
-        earliest: first position.
-        latest: last position, that of the last real query.
-    """
-
-    first: Array
-    end: Array
-    earliest: Array
-    latest: Array
-
-
-def span_of_block(
-    start: Int[Array, "..."],
-    count: Int[Array, "..."],
-    offset: Int[Array, "..."],
-    size: int,
-    page_size: int,
-    window: int | None,
-) -> Span:
-    """Return what queries `offset` to `offset + size - 1` of a row see, of which it has `count` from `start` on.
-
-    >>> span = span_of_block(jnp.array(100), jnp.array(20), jnp.array(16), 16, page_size=64, window=50)
-    >>> [int(x) for x in span]  # queries at positions 116 to 119
-    [1, 2, 67, 119]
-    """
-    latest = start + jnp.minimum(count, offset + size) - 1
-    earliest = jnp.zeros_like(latest) if window is None else jnp.maximum(start + offset - window + 1, 0)
-    first = jax.lax.div(earliest, page_size)
-    end = jnp.where(count > offset, jax.lax.div(latest, page_size) + 1, first)
-    return Span(first, end, earliest, latest)
-
-
-def visible_slots(queries: Int[Array, "..."], slots: Int[Array, "..."], window: int | None) -> Bool[Array, "..."]:
-    """Return True where a query at a position sees a key at a position, both broadcast."""
-    visible = slots <= queries
-    return visible if window is None else visible & (slots > queries - window)
+from jaxft.models.attention import MASK_VALUE, Scores, Span, span_of_block, visible_slots
 
 
 def _block_size(length: int, groups: int, most: int) -> int:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
+from jax._src.cudnn import fused_attention_stablehlo  # there is no public way to its limits
+from jax.experimental import topologies
 from pydantic import TypeAdapter
 
 from jaxft.models.flash import compute_capability
@@ -227,8 +229,6 @@ def topology_devices(target: Target) -> list[Any]:
     Raises:
         RuntimeError: this environment has no compiler for them.
     """
-    from jax.experimental import topologies  # slow to import, and needed in the compilers' environment only
-
     if target.chip.platform == "tpu":
         description = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
     else:
@@ -244,7 +244,6 @@ def cudnn_limits_of(target: Target) -> Iterator[None]:
 
     It asks the GPU of its own process, and where there is none takes the limits of Ampere: heads of up to 128.
     """
-    from jax._src.cudnn import fused_attention_stablehlo  # there is no public way, and no other code of jaxft needs it
 
     def is_at_least(wanted: str) -> bool:
         return compute_capability(target.device) >= tuple(map(int, wanted.split(".")))

@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxft.core.cache import compute_dtype, copy_pages, init_cache, own_tables, page_axes, pages_for, row_shards
+from jaxft.core.cache import copy_pages, init_cache, own_tables, page_axes, row_shards
 from jaxft.core.sharding import AXES, Sharding
 from jaxft.models.paged import LayerPages, init_pages
-
-
-@pytest.mark.parametrize(
-    ("tokens", "pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2), (129, 3), (4096, 64)]
-)
-def test_tokens_fill_pages_of_64(tokens, pages):
-    assert pages_for(tokens) == pages
 
 
 @pytest.mark.parametrize(("rows", "columns", "shards"), [(1, 1, 1), (5, 3, 1), (6, 2, 3), (8, 4, 8)])
@@ -23,22 +16,6 @@ def test_rows_share_no_page_and_leave_none_of_their_shard_unused(rows, columns, 
     tables = own_tables(rows, columns, shards)
     assert (tables.shape, tables.dtype) == ((rows, columns), np.int32)
     np.testing.assert_array_equal(np.sort(tables.reshape(shards, -1)), np.arange(rows * columns).reshape(shards, -1))
-
-
-def test_a_cache_has_room_for_the_rows_of_its_tables(tiny):
-    model, params = tiny
-    cache, tables = init_cache(model, 3, 130, compute_dtype(params))
-    assert tables.shape == (3, 3) and len(cache) == model.config.num_layers
-    for pages in cache:
-        assert isinstance(pages, LayerPages) and pages.keys.dtype == jnp.float32
-        assert pages.keys.shape == (9, model.config.num_kv_heads, model.config.head_dim, 64)
-        assert pages.values.shape == (9, model.config.num_kv_heads, 64, model.config.head_dim)
-
-
-def test_the_dtype_of_a_cache_is_the_widest_of_the_parameters():
-    narrow = {"a": np.ones(1, jnp.bfloat16)}
-    assert compute_dtype(narrow) == jnp.bfloat16
-    assert compute_dtype(narrow | {"b": {"c": np.ones(1, np.float32)}}) == jnp.float32
 
 
 # --- The axis of the pages.

@@ -12,7 +12,6 @@ import pytest
 from jaxft.core.advantages import (
     estimate_advantages,
     gae,
-    group_advantages,
     outcome_rewards,
     reward_to_go,
     step_advantages,
@@ -153,51 +152,12 @@ def test_whole_numbers_are_rewards_too(call, dtype):
         np.testing.assert_allclose(sums, table @ [1.0, 0.5], rtol=1e-6)
 
 
-def test_bfloat16_rewards_are_compared_in_float32():
-    rewards = np.array([1.0, 2.0, 1.0, 1.0], jnp.bfloat16)
-    got = np.asarray(jax.jit(group_advantages)(rewards, np.array([0, 0, 1, 1])))
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got[:2], [-np.sqrt(0.5), np.sqrt(0.5)], rtol=1e-3)
-    assert not got[2:].any()
-
-
-def test_values_of_the_model_stay_under_jit_with_host_rewards():
-    """Rewards come from the host, values from the device: the device computes."""
-
-    @jax.jit
-    def advantages(values):
-        return gae(X + 1, values, MASK, lam=0.9).advantages
-
-    np.testing.assert_allclose(
-        advantages(np.full((2, 3), 0.5, np.float32)),
-        gae(X + 1, np.full((2, 3), 0.5), MASK, lam=0.9).advantages,
-        rtol=1e-6,
-    )
-
-
 def test_numbers_that_are_not_finite_do_not_whiten_to_zero():
     mask = np.array([[True, True, True], [True, False, False]])
     x = np.array([[1.0, np.inf, 2.0], [3.0, np.nan, np.nan]])
     for call in (whiten, jax.jit(whiten)):
         got = np.asarray(call(x, mask))
         assert np.isnan(got[mask]).all() and not got[~mask].any()
-
-
-def test_counted_pairs_survive_microbatches(bigram):
-    """`denominators.pairs` of the whole batch, and not of two rows of it."""
-    seen = []
-
-    def loss_fn(model, params, batch, denominators):
-        seen.append(denominators.pairs)
-        return params["embedding"].sum() * denominators.pairs, {}
-
-    batch, step = Batch(np.zeros((4, 3), np.int32), np.array([[False, True, True]] * 4)), optax.sgd(1.0)
-    before = PARAMS["embedding"]
-    state = init_train_state(jax.device_put(jax.tree.map(np.array, PARAMS)), step)
-    state, _ = make_update(bigram, loss_fn, step, microbatch_rows=2)(state, batch)
-    moved = before - np.asarray(state.params["embedding"])
-    assert seen
-    np.testing.assert_allclose(moved, 2 * 2, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jaxft.core.divergence import Teacher, divergence
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.objectives import grpo_loss
 from jaxft.core.types import Batch
-from jaxft.core.update import init_train_state, make_update, split_rows
+from jaxft.core.update import init_train_state, make_update
 
 KINDS = ("reverse", "forward", "jensen_shannon")
 V, W = 11, 13
@@ -191,17 +191,3 @@ def test_an_update_moves_the_student_to_the_teacher_and_leaves_the_teacher(model
     assert distances[-1] < 0.1 * distances[0]
     same = jax.tree.map(lambda kept, given: kept is given, state.params["teacher"], teacher_params)
     assert all(jax.tree.leaves(same))
-
-
-def test_microbatches_add_up_to_the_batch(models, batch):
-    model, params, other, teacher_params = models
-    optimizer = optax.sgd(0.1)
-    update, found = make_update(model, partial(grpo_loss, teacher=Teacher(other)), optimizer), []
-    for rows in (None, 2):
-        both = {"policy": params, "teacher": teacher_params}
-        state = init_train_state(jax.device_put(jax.tree.map(np.array, both)), optimizer, model)
-        state, metrics = update(state, split_rows(batch, rows))
-        found.append((state.params["policy"]["kernel"], metrics["teacher_divergence"]))
-    (whole, whole_distance), (kernel, distance) = found
-    np.testing.assert_allclose(kernel, whole, atol=1e-6)
-    np.testing.assert_allclose(distance, whole_distance, rtol=1e-6)

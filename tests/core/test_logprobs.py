@@ -67,12 +67,6 @@ def test_against_a_plain_softmax(bigram, temperature):
     assert np.all(scored.entropy[:, 0] == 0)
 
 
-def test_greedy_rows_are_scored_at_temperature_one(bigram):
-    mixed = score(bigram, PARAMS, TOKENS, temperature=np.array([0.0, 0.5, 0.0], np.float32))
-    ones = score(bigram, PARAMS, TOKENS, temperature=np.array([1.0, 0.5, 1.0], np.float32))
-    jax.tree.map(np.testing.assert_array_equal, mixed, ones)
-
-
 @pytest.fixture(scope="module")
 def gradient_of_good_tokens(bigram):
     def of_good_tokens(params, temperatures):
@@ -101,18 +95,6 @@ def test_the_first_tokens_of_packed_segments_are_not_scored(bigram):
     for packed, unpacked in zip(scored[:2], whole[:2], strict=True):
         np.testing.assert_allclose(packed, np.where(firsts, 0.0, unpacked), rtol=1e-6)
         assert np.all(packed[firsts] == 0)
-
-
-def test_packed_rows_of_a_decoder_score_as_separate_rows(tiny):
-    model, params = tiny
-    first, second = np.random.default_rng(7).integers(48, size=(2, 6))
-    rows = np.zeros((3, 12), np.int32)  # both packed into one row, then each alone
-    rows[0], rows[1, :6], rows[2, :6] = np.concatenate([first, second]), first, second
-    positions = np.array([[*range(6), *range(6)], range(12), range(12)], np.int32)
-    segments = np.array([[0] * 6 + [1] * 6, [0] * 12, [0] * 12], np.int32)
-    scored = jax.device_get(score(model, params, rows, positions=positions, segment_ids=segments))
-    for packed, *alone in scored[:2]:
-        np.testing.assert_allclose(packed, np.concatenate([row[:6] for row in alone]), rtol=0, atol=1e-5)
 
 
 def value_and_gradient(model, params, tokens, chunk_tokens):
@@ -218,26 +200,6 @@ def test_full_chunks_pad_no_hidden_state(bigram):
 
     # One is of the gradient of leaving out the last token; another of 18 tokens in chunks of 5 leaves out the rest.
     assert [len(pads(chunk_tokens)) for chunk_tokens in (100, 6, 5)] == [1, 1, 2]
-
-
-def test_chunked_gradients_never_hold_all_logits(bigram):
-    """Logits of 256 tokens and 16384 ids are 16 MiB: 8 tokens at a time, all scratch memory is under a quarter of it.
-
-    The whole in one chunk needs that much and more.
-    """
-    vocabulary, width = 16384, 4
-    params = param_shapes(vocabulary, width)
-    tokens = jax.ShapeDtypeStruct((2, 129), jnp.int32)
-    scratch_bytes = {
-        chunk: jitted_value_and_gradient.lower(bigram, params, tokens, chunk)
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
-        for chunk in (8, 256)
-    }
-    all_logits_bytes = 256 * vocabulary * 4
-    assert scratch_bytes[256] > all_logits_bytes
-    assert scratch_bytes[8] < all_logits_bytes / 4
 
 
 @pytest.mark.parametrize(("vocabulary", "cap"), [(262_144, 30.0), pytest.param(151_936, None, marks=pytest.mark.slow)])

@@ -13,7 +13,6 @@ from jaxft.core.sampling import (
     SamplingParams,
     _inverse_cdf,
     check_sampling,
-    fold_ids,
     has_filters,
     kept_tokens,
     sample,
@@ -376,19 +375,6 @@ def test_large_vocabularies_take_a_few_tables_of_logits(vocabulary, in_halves):
         assert temporaries < tables * rows * vocabulary * 4
 
 
-def test_fold_ids_folds_in_order():
-    numbers = np.array([7, 2**32 - 1, 0], np.uint32)
-
-    @jax.jit
-    def both_ways(ids):
-        key = expected = jax.random.key(3)
-        for number in ids:
-            expected = jax.random.fold_in(expected, number)
-        return [jax.random.key_data(folded) for folded in (fold_ids(key, ids), expected)]
-
-    np.testing.assert_array_equal(*both_ways(numbers))
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -413,16 +399,6 @@ def test_values_outside_their_range_are_refused(values, message):
         check_sampling(**(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values))
     with pytest.raises(ValueError, match=message):
         sampling_params(6, **values)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [dict(temperature=1e-6), dict(temperature=3.4e38), dict(top_k=2**31 - 1), dict(top_p=1.0), dict(min_p=0.0)],
-)
-def test_the_ends_of_the_ranges_are_taken(values):
-    check_sampling(**(dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) | values))
-    made = sampling_params(6, **values)
-    jax.tree.map(np.testing.assert_array_equal, made, equal_params(6, **values))
 
 
 # --- Logit bias.

@@ -1,7 +1,6 @@
 """The update step: how a batch is split changes nothing, and what must not be learned from moves nothing."""
 
 from functools import partial
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,9 @@ import optax
 import pytest
 
 from jaxft.core.losses import policy_loss
-from jaxft.core.objectives import dpo_loss, grpo_loss, score_batch, sft_loss
-from jaxft.core.reductions import count_tokens
+from jaxft.core.objectives import grpo_loss, sft_loss
 from jaxft.core.types import Batch
-from jaxft.core.update import TrainState, init_train_state, make_update, split_rows
+from jaxft.core.update import TrainState, init_train_state, make_update
 from jaxft.rollout.device import counting_compiles
 
 DAPO = partial(grpo_loss, loss=partial(policy_loss, loss="dapo"))
@@ -34,14 +32,6 @@ def copies(tree):
     return jax.tree.map(lambda leaf: np.array(leaf), tree)
 
 
-def largest_relative_difference(got, expected):
-    """Per leaf, of the largest |gradient| of that leaf."""
-    return max(
-        np.abs(a - b).max() / np.abs(b).max()
-        for a, b in zip(jax.tree.leaves(copies(got)), jax.tree.leaves(copies(expected)), strict=True)
-    )
-
-
 # --- Splitting.
 
 
@@ -59,60 +49,9 @@ def bigram_params():
     }
 
 
-def decoder_batch():
-    """Five rows, the fourth without a trained token, after one update on them."""
-    rng = np.random.default_rng(2)
-    draw = lambda: np.array(rng.normal(size=(5, 10)) * 0.3 - 3.8, np.float32)  # noqa: E731
-    lengths = np.array([10, 7, 4, 2, 9])
-    column = np.arange(10)
-    mask = (column >= 2) & (column < lengths[:, None]) & (rng.random((5, 10)) < 0.8)
-    return Batch(
-        tokens=rng.integers(48, size=(5, 10)).astype(np.int32),
-        completion_mask=mask,
-        advantages=np.array([1.0, -0.5, 2.0, 3.0, -1.5], np.float32),
-        temperatures=np.where(column % 2 == 0, 0.7, 1.2).astype(np.float32) * np.ones((5, 1), np.float32),
-        sampler_logprobs=draw(),
-        old_logprobs=draw(),
-        ref_logprobs=draw(),
-    )
-
-
 def fresh_state(params, optimizer):
     """A state of copies, which an update may donate."""
     return init_train_state(jax.device_put(copies(params)), optimizer)
-
-
-def gradients_and_metrics(model, params, layouts):
-    """Return the gradients of the batch in each of these layouts, clipped to a norm of 1."""
-    loss_fn = partial(grpo_loss, loss=partial(policy_loss, beta=0.1), entropy_coef=0.01)
-    update = make_update(model, loss_fn, keep_gradients, max_grad_norm=1.0)
-    state = TrainState(params, jax.tree.map(np.zeros_like, params), np.zeros((), np.int32))
-    results = [update(jax.device_put(copies(state)), layout) for layout in layouts]
-    return [(state.opt_state, metrics) for state, metrics in jax.device_get(results)]
-
-
-def assert_same_steps(results):
-    (gradients, metrics), *others = results
-    for part_gradients, part_metrics in others:
-        assert largest_relative_difference(part_gradients, gradients) <= 1e-5
-        assert part_metrics.keys() == metrics.keys()
-        for name, value in metrics.items():
-            np.testing.assert_allclose(part_metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-
-
-def test_microbatches_of_any_shape_change_nothing(bigram):
-    batch = decoder_batch()
-    assert not batch.completion_mask[3].any() and not batch.completion_mask[1:3, 8:].any()
-    short = jax.tree.map(lambda x: x[1:3, :8] if x.ndim == 2 else x[1:3], batch)
-    parts = [jax.tree.map(lambda x: x[3:], batch), short, split_rows(jax.tree.map(lambda x: x[:1], batch), 2)[0]]
-    # Of five rows, two need filling.
-    assert_same_steps(gradients_and_metrics(bigram, bigram_params(), [batch, split_rows(batch, 2), parts]))
-
-
-@pytest.mark.slow
-def test_nor_do_they_with_a_decoder(tiny):
-    batch = decoder_batch()
-    assert_same_steps(gradients_and_metrics(*tiny, [batch, split_rows(batch, 2)]))
 
 
 def test_maxima_are_combined_by_maximum(bigram):
@@ -267,27 +206,9 @@ def test_new_parameters_that_are_not_finite_are_refused(bigram):
 # --- And learning.
 
 
-def test_supervised_finetuning_learns_a_batch(bigram):
-    batch = decoder_batch()._replace(advantages=None, sampler_logprobs=None, old_logprobs=None, ref_logprobs=None)
-    optimizer = optax.adam(0.1)
-    update = make_update(bigram, sft_loss, optimizer)
-    state = fresh_state(bigram_params(), optimizer)
-    losses = []
-    for _ in range(20):
-        state, metrics = update(state, batch)
-        losses.append(float(metrics["loss"]))
-    assert state.step == 20
-    assert losses[-1] < 0.5 * losses[0]
-    assert all(later < earlier for earlier, later in pairwise(losses))
-
-
 def test_rows_below_one_are_refused(bigram):
     with pytest.raises(ValueError, match="microbatch_rows is 0; wanted at least 1, or None for one pass"):
         make_update(bigram, grpo_loss, optax.sgd(0.1), microbatch_rows=0)
-
-
-def test_count_trained_counts_rows_and_tokens():
-    assert jax.jit(count_tokens)(toy_batch([0.0, 0.0]).completion_mask) == (2, 3, 1, 2)
 
 
 # --- Turned down by the caller's own rule.
@@ -315,24 +236,6 @@ def test_figures_that_are_not_finite_are_not_accepted(bigram):
 
 
 # --- Preferences.
-
-
-def test_preferences_are_learned_against_a_reference_that_was_scored_once(bigram):
-    params = bigram_params()
-    batch = jax.tree.map(lambda x: x[:2], decoder_batch())
-    batch = Batch(batch.tokens, batch.completion_mask)
-    batch = batch._replace(ref_logprobs=jax.jit(score_batch, static_argnums=0)(bigram, params, batch).logprobs)
-    optimizer = optax.adam(0.05)
-    update = make_update(bigram, partial(dpo_loss, beta=0.5), optimizer)
-    state = fresh_state(params, optimizer)
-    losses = []
-    for _ in range(10):
-        state, metrics = update(state, batch)
-        losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses[0], np.log(2), rtol=1e-5)
-    assert losses[-1] < 0.5 * losses[0]
-    assert (metrics["preference_accuracy"], int(state.step)) == (1, 10)
-    assert metrics["reward_margin"] > 0.5
 
 
 # --- Several microbatches.

@@ -1,17 +1,13 @@
 """Attention over pages: as a plain softmax in numpy, and nothing but the tokens of a row changes its bits."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.cache import init_cache, own_tables
-from jaxft.core.logprobs import token_logprobs
 from jaxft.models.attention import Scores
-from jaxft.models.config import PRESETS, LayerKind
-from jaxft.models.decoder import decoder
 from jaxft.models.paged import (
     LayerPages,
     PagedRows,
@@ -22,7 +18,7 @@ from jaxft.models.paged import (
     write_token,
     write_tokens,
 )
-from tests.models.weights import narrowed, random_params
+from tests.models.weights import narrowed
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 COLUMNS = 4
@@ -159,34 +155,6 @@ def test_bfloat16_is_rounded_after_sums_in_float32(axis):
 
 
 # --- What changes no bit of a row.
-
-
-@pytest.mark.parametrize(
-    ("axis", "scores", "tokens"), [(0, PLAIN, 1), (0, CAPPED, 1), (0, PLAIN, 64), (1, CAPPED, 1)], ids=str
-)
-def test_a_row_has_the_same_bits_alone_and_among_others(axis, scores, tokens):
-    rows, tables = keys_and_values(RAGGED), shuffled_tables(RAGGED)
-    pages, q = filled_pages(rows, tables, axis), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
-    starts, counts = ragged(RAGGED, tokens)
-    together = np.asarray(attend(q, pages, PagedRows(tables, starts, counts), scores, axis))
-    for row in range(len(RAGGED)):
-        few = slice(row, row + 1)
-        alone = attend(q[few], pages, PagedRows(tables[few], starts[few], counts[few]), scores, axis)
-        np.testing.assert_array_equal(alone, together[few])
-
-
-@pytest.mark.parametrize(("axis", "tokens"), [(0, 1), (0, 64), (1, 1)])
-def test_page_numbers_unused_places_and_the_width_of_tables_change_no_bit(axis, tokens):
-    rows, q = keys_and_values(RAGGED), draw(1, len(RAGGED), tokens, HEADS, WIDTH)
-    starts, counts = ragged(RAGGED, tokens)
-    tables = own_tables(len(RAGGED), COLUMNS)
-    expected = attend(q, filled_pages(rows, tables, axis, unused=0), PagedRows(tables, starts, counts), PLAIN, axis)
-    is_real = np.arange(tokens) < counts[:, None]
-    for seed, unused, more in ((1, np.nan, 0), (2, np.inf, 0), (3, 7.0, 5)):
-        tables = shuffled_tables(RAGGED, seed)
-        wider = np.pad(tables, ((0, 0), (0, more)), constant_values=GARBAGE)
-        found = attend(q, filled_pages(rows, tables, axis, unused), PagedRows(wider, starts, counts), PLAIN, axis)
-        np.testing.assert_array_equal(np.asarray(found)[is_real], np.asarray(expected)[is_real])
 
 
 def test_the_lanes_that_pad_heads_change_no_bit():
@@ -337,39 +305,3 @@ def test_a_kernel_is_chosen_where_all_devices_can_run_it(dtype, devices, kernel)
 
 
 # --- A decoder.
-
-LENGTHS = [130, 129, 65, 64, 1]
-
-
-def logits_through_pages(model, params, tokens, width):
-    """Logits of rows of `LENGTHS` tokens: the first 128 are prefilled `width` at a time, the others token by token."""
-    params, lengths = model.decode_layout(params), jnp.array(LENGTHS)[:, None]
-    cache, tables = init_cache(model, len(LENGTHS), tokens.shape[1], jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    positions = jnp.where(positions < lengths, positions, -1)
-    calls = [slice(first, first + width) for first in range(0, 128, width)] + [slice(128, 129), slice(129, 130)]
-    pieces = []
-    for call in calls:
-        hidden, cache = model.apply(params, tokens[:, call], positions[:, call], cache=cache, tables=tables)
-        pieces.append(hidden)
-    return model.unembed(params, jnp.concatenate(pieces, axis=1))
-
-
-@pytest.mark.parametrize(
-    ("width", "window"),
-    [pytest.param(64, None, marks=pytest.mark.slow), (64, 70), pytest.param(128, None, marks=pytest.mark.slow)],
-)
-def test_a_decoder_gives_the_same_logits_through_pages(width, window):
-    config = replace(PRESETS["qwen3-50k"], num_layers=1, vocab_size=48, pattern=(LayerKind(window=window),))
-    model, tokens = decoder(config), np.random.default_rng(1).integers(0, 48, (len(LENGTHS), 130), np.int32)
-
-    @jax.jit
-    def both_ways(params, tokens):
-        logits = logits_through_pages(model, params, tokens, width)
-        logprobs = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)[..., 0]
-        return logits.std(), logprobs, token_logprobs(model, params, tokens).logprobs[:, 1:]
-
-    spread, logprobs, scored = map(np.asarray, both_ways(random_params(config), tokens))
-    assert 0.5 < spread < 3
-    is_real = np.arange(1, 130) < np.array(LENGTHS)[:, None]
-    np.testing.assert_allclose(logprobs[is_real], scored[is_real], rtol=0, atol=1e-5)

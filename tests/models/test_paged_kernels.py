@@ -206,13 +206,6 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, case):
         np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_rows_may_all_be_idle(name):
-    length, kv_heads, groups, scores, dtype, head_dim = ONE_QUERY
-    q, keys, values, tables, starts, counts = draw(length, groups, dtype, kv_heads, head_dim)
-    assert not np.asarray(KERNELS[name](q, keys, values, tables, starts, 0 * counts, scores=scores)).any()
-
-
 def test_steps_load_each_page_that_is_seen_once():
     *_, tables, starts, counts = draw(16, 1, "float32")
     for window, step_pages in [(None, 1), (None, 3), (40, 2)]:

@@ -17,7 +17,7 @@ from jaxft.planning.compiler import Compiled, cudnn_limits_of
 from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
 from jaxft.planning.targets import find_target, target_names
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
-from jaxft.shipped.programs import Run, mesh_shape, run_from_json
+from jaxft.shipped.programs import Run, run_from_json
 from jaxft.training import learner as learner_module
 
 AGENT = """
@@ -264,13 +264,6 @@ def test_every_target_has_a_topology():
         for side in sides:
             product *= int(side)
         assert product == target.chips or target.chips == 1
-
-
-def test_a_mesh_without_sizes_takes_all_devices():
-    assert mesh_shape(MeshConfig(), 8) == (8, 1, 1)
-    assert mesh_shape(MeshConfig(data=2, fsdp=-1, tensor=2), 8) == (2, 2, 2)
-    with pytest.raises(ValueError, match=r"data 3 x fsdp 1 x tensor 1.* 8 devices"):
-        mesh_shape(MeshConfig(data=3), 8)
 
 
 GRADIENT = Compiled(
