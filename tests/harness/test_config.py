@@ -32,57 +32,6 @@ def test_differences_to_the_defaults_are_listed_with_both_values(toy_run, tmp_pa
     assert "finetuning.checkpoints.every" not in differences and "finetuning.grace_seconds" not in differences
 
 
-EXAMPLE = """
-imports: [my_tic_tac_toe]                    # modules that register components
-llms:
-  policy: {_type: local_policy, path: null, preset: qwen3-1m, tokenizer: null, dtype: float32,
-           max_context_tokens: 512, slots: 64}
-workflow: {_type: my_tic_tac_toe, llm: policy}
-eval:
-  general: {max_concurrency: 64, dataset: {_type: jsonl, file_path: data/train.jsonl}}
-  evaluators:
-    win: {_type: my_game_outcome}
-trajectory_builders:
-  rollouts: {_type: grpo_trajectory_builder, num_generations: 8}
-trainer_adapters:
-  local: {_type: local_trainer_adapter, llm: policy, loss: {name: grpo, beta: 0.0},
-          optimizer: {name: adamw, learning_rate: 1e-4}, microbatch_tokens: 8192}
-trainers:
-  loop: {_type: grpo_trainer}
-finetuning:
-  {enabled: true, trainer: loop, trajectory_builder: rollouts, trainer_adapter: local, reward_function: {name: win},
-   num_epochs: 20, seed: 0, output_dir: runs/tic_tac_toe, target_functions: [<workflow>], target_model: null,
-   curriculum_learning: {enabled: false}}
-"""
-
-EXAMPLE_MODULE = """
-from jaxft.harness.config_types import LLMRef
-from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
-class TicTacToeConfig(WorkflowConfig, name="my_tic_tac_toe"):
-    llm: LLMRef
-@register_workflow(config_type=TicTacToeConfig)
-async def tic_tac_toe(config, builder):
-    yield None
-class OutcomeConfig(EvaluatorConfig, name="my_game_outcome"):
-    pass
-@register_evaluator(config_type=OutcomeConfig)
-async def outcome(config, builder):
-    yield None
-"""
-
-
-def test_the_documented_configuration_loads(tmp_path):
-    (tmp_path / "my_tic_tac_toe.py").write_text(EXAMPLE_MODULE)
-    (tmp_path / "run.yml").write_text(EXAMPLE)
-    config = load_config(tmp_path / "run.yml")
-    assert config.eval.general.dataset.file_path == tmp_path / "data" / "train.jsonl"
-    assert config.trainer_adapters["local"].optimizer.learning_rate == 1e-4
-    assert str(config.finetuning.output_dir) == "runs/tic_tac_toe"
-    (tmp_path / "copy").mkdir()
-    (tmp_path / "copy" / "config.yml").write_text(resolved_yaml(config))
-    assert load_config(tmp_path / "copy" / "config.yml") == config
-
-
 def test_a_tilde_is_the_home_folder_wherever_a_path_is_given(toy_run, tmp_path, monkeypatch):
     home = tmp_path / "home"
     home.mkdir()

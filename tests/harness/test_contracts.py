@@ -166,38 +166,27 @@ def test_failed_episodes_of_run_eval_are_shown_and_have_no_reward(toy_run, tmp_p
     assert "2 of 6 episodes" in message and "example '1', generation 0: ValueError: cannot answer b" in message
 
 
-@pytest.mark.parametrize(("unusable", "reward"), [(None, None), ("unscorable", None), ("zero", 0.0)])
-def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, unusable, reward):
+@pytest.mark.parametrize("unusable", [None, "unscorable", "zero", "error"])
+def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, unusable):
     toy_run["finetuning"]["reward_function"] |= {} if unusable is None else {"unusable": unusable}
 
     async def use(session):
         builder = await session.builder.get_trajectory_builder("rollouts")
         await builder.initialize(session.config.finetuning)
         failed = EvalOutputItem(id="a", score=None, error="ValueError")
-        items = [EvalOutputItem(id="a", score=0.25), EvalOutputItem(id="a", score=None), failed]
-        return [await builder.compute_reward(item) for item in items]
+        assert [await builder.compute_reward(i) for i in (EvalOutputItem(id="a", score=0.25), failed)] == [0.25, None]
+        return await builder.compute_reward(EvalOutputItem(id="a", score=None, generation=3, reasoning="is nan"))
 
-    assert with_session(toy_run, tmp_path, use) == [0.25, reward, None]
-
-
-def test_a_missing_score_may_end_the_run(toy_run, tmp_path):
-    toy_run["finetuning"]["reward_function"]["unusable"] = "error"
-
-    async def use(session):
-        builder = await session.builder.get_trajectory_builder("rollouts")
-        await builder.initialize(session.config.finetuning)
-        await builder.compute_reward(EvalOutputItem(id="a", score=None, generation=3, reasoning="not usable: nan"))
-
-    with pytest.raises(TrajectoryError, match=r"example 'a', generation 3: 'match' gave .*not usable: nan"):
-        with_session(toy_run, tmp_path, use)
-
-
-def test_a_trajectory_without_a_reward_is_not_scorable():
-    trajectory = Trajectory(episode=[], reward=None)
-    assert (trajectory.reward, trajectory.scorable) == (0.0, False)
+    if unusable == "error":
+        with pytest.raises(TrajectoryError, match=r"example 'a', generation 3: 'match' gave .*is nan"):
+            with_session(toy_run, tmp_path, use)
+    else:
+        assert with_session(toy_run, tmp_path, use) == {"zero": 0.0}.get(unusable)
 
 
 def test_models_refuse_what_json_has_no_word_for():
+    trajectory = Trajectory(episode=[], reward=None)
+    assert (trajectory.reward, trajectory.scorable) == (0.0, False)
     with pytest.raises(ValueError, match="finite number"):
         Trajectory(episode=[], reward=float("nan"))
     with pytest.raises(ValueError, match="finite number"):
