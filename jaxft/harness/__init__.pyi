@@ -4,13 +4,40 @@ from .addresses import (
     Limits as Limits,
     is_loopback as is_loopback,
 )
+from .checkpointing import (
+    changes_of as changes_of,
+)
+from .config import (
+    resolved_yaml as resolved_yaml,
+    secrets_of as secrets_of,
+)
+from .config_merge import (
+    ConfigErrors as ConfigErrors,
+    OUTPUT_DIR as OUTPUT_DIR,
+    escape_fields as escape_fields,
+    expanded as expanded,
+    has_fields as has_fields,
+    literal as literal,
+    override as override,
+    read_layers as read_layers,
+    with_fields_expanded as with_fields_expanded,
+)
 from .registry import (
     REGISTRY as REGISTRY,
 )
 from .runtime import (
+    complain as complain,
+    config_of as config_of,
     exit_code_of as exit_code_of,
 )
+from .signals import (
+    current_shutdown as current_shutdown,
+)
+from .strict_yaml import (
+    parse_yaml as parse_yaml,
+)
 from .verbs import (
+    OptionParser as OptionParser,
     Verb as Verb,
     override_arguments as override_arguments,
     whole_number as whole_number,

@@ -24,8 +24,7 @@ from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, G
 from jaxft.report.comparison_text import comparison_text, figure_rows, figures_title, overview, with_interval
 from jaxft.report.pages import ENVIRONMENT, number, render_page
 from jaxft.report.run_groups import RunGroup
-from jaxft.runs.console import current_console, printable
-from jaxft.runs.files import CONFIG_FILE
+from jaxft.runs import CONFIG_FILE, current_console, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxft.errors import RunDirectoryError
-from jaxft.runs.files import CONFIG_FILE, LOG_FILE
-from jaxft.runs.records import Row, RunRecords, flat, read_run
+from jaxft.runs import CONFIG_FILE, LOG_FILE, Row, RunRecords, flat, read_run
 
 COMPARISON_FILE = "compare.json"
 COMPARISON_KIND = "jaxft comparison"

@@ -14,7 +14,7 @@ import numpy as np
 from jaxft.report.compared_runs import ComparedRun, is_count, number
 from jaxft.report.intervals import mean_band
 from jaxft.report.run_groups import RunGroup
-from jaxft.runs.records import Row
+from jaxft.runs import Row
 
 X_AXES = {
     "epochs": "epochs",

@@ -8,8 +8,7 @@ from markupsafe import Markup
 from jaxft.report.charts import MAX_POINTS, WIDE, Band, Line, Value, is_finite, line_chart, share_chart, stacked_chart
 from jaxft.report.pages import byte_count, duration, number
 from jaxft.report.samples import Place, questions
-from jaxft.runs.metrics import NAMED_REWARD
-from jaxft.runs.records import Row, RunRecords
+from jaxft.runs import NAMED_REWARD, Row, RunRecords
 
 IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss", ("loss",)),

@@ -22,8 +22,7 @@ from markupsafe import Markup
 from jaxft.report.charts import bucket, shortened
 from jaxft.report.pages import number, render, visible
 from jaxft.report.samples import Place, question_of, read_episodes, spread
-from jaxft.runs.files import PAIRS_FILE
-from jaxft.runs.records import Row, unreadable
+from jaxft.runs import PAIRS_FILE, Row, unreadable
 
 BLOCK = 50
 """Episodes of a block."""

@@ -8,8 +8,7 @@ from typing import Any
 from jaxft.report.charts import is_finite
 from jaxft.report.pages import duration, number, setting
 from jaxft.report.samples import Place, read_episodes
-from jaxft.runs.metrics import NAMED_REWARD, reward_figures
-from jaxft.runs.records import Row, RunRecords
+from jaxft.runs import NAMED_REWARD, Row, RunRecords, reward_figures
 
 MAX_ROWS = 30
 MAX_LOG_LINES = 200

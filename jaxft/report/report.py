@@ -23,9 +23,7 @@ from jaxft.report.overview import configuration, faults, overview
 from jaxft.report.pages import render_page
 from jaxft.report.rewards import rewards
 from jaxft.report.samples import find_episodes
-from jaxft.runs.console import Console
-from jaxft.runs.files import SAMPLES_FILE
-from jaxft.runs.records import RunRecords, read_run
+from jaxft.runs import SAMPLES_FILE, Console, RunRecords, read_run
 
 REPORT_FILE = "report.html"
 

@@ -11,7 +11,7 @@ from jaxft.report.charts import Value, heat_map, is_finite, shortened
 from jaxft.report.curves import MAX_EXAMPLES, MAX_QUESTION
 from jaxft.report.pages import number
 from jaxft.report.samples import Place, questions
-from jaxft.runs.records import RunRecords
+from jaxft.runs import RunRecords
 
 Rewards = dict[str, list[Value]]
 

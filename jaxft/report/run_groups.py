@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.report.compared_runs import ComparedRun
-from jaxft.runs.records import flat
+from jaxft.runs import flat
 
 SEED = "finetuning.seed"
 

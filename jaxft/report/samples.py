@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxft.runs.files import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE
-from jaxft.runs.records import Row, unreadable
+from jaxft.runs import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE, Row, unreadable
 
 _SCORES_NAME = Path(TOKEN_SCORES_FILE).name
 

@@ -22,9 +22,8 @@ from typing import Any, NamedTuple
 
 from jaxft.errors import ConfigError
 from jaxft.files import home_path, safe_name
-from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.harness.verbs import Verb, whole_number
-from jaxft.runs.environment import is_secret_name, secrets_in_urls
+from jaxft.harness import Verb, parse_yaml, whole_number
+from jaxft.runs import is_secret_name, secrets_in_urls
 
 SEED = "finetuning.seed"
 

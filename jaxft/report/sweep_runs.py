@@ -17,32 +17,15 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxft.errors import ConfigError, JaxftError, RunDirectoryError, RunsFailed, Stopped
+from jaxft import Config, FinetuneConfig, harness
+from jaxft.errors import ComponentError, ConfigError, JaxftError, RunDirectoryError, RunsFailed, Stopped
 from jaxft.files import MANIFEST, home_path
-from jaxft.harness.checkpointing import changes_of
-from jaxft.harness.config import Config, resolved_yaml, secrets_of
-from jaxft.harness.config_merge import (
-    OUTPUT_DIR,
-    ConfigErrors,
-    escape_fields,
-    expanded,
-    has_fields,
-    literal,
-    override,
-    read_layers,
-    with_fields_expanded,
-)
-from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.runtime import complain, config_of, exit_code_of
-from jaxft.harness.signals import current_shutdown
-from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.harness.verbs import OptionParser
-from jaxft.hosts.launch import START
+from jaxft.hosts import START
 from jaxft.redaction import hiding
 from jaxft.report.compare import write_comparison
 from jaxft.report.compared_runs import read_compared
@@ -50,10 +33,17 @@ from jaxft.report.comparison import compare_runs
 from jaxft.report.comparison_text import comparison_text
 from jaxft.report.pages import number
 from jaxft.report.sweep import SEED, GridRun, make_grid, read_list, sweep_arguments, yaml_text
-from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import holder_of_lock
-from jaxft.runs.environment import masked_command, secrets_of_environment, version
-from jaxft.runs.files import CONFIG_FILE, METRICS_FILE, holds_run
+from jaxft.runs import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    Console,
+    current_console,
+    holder_of_lock,
+    holds_run,
+    masked_command,
+    secrets_of_environment,
+    version,
+)
 
 HEADING = "=== "
 """Beginning of the line in a log before the output of each process of the run."""
@@ -114,9 +104,9 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     try:
         folder, runs = prepare(parsed, given)
     except KeyboardInterrupt:
-        return complain("interrupted; nothing was started", 128 + signal.SIGINT)
+        return harness.complain("interrupted; nothing was started", 128 + signal.SIGINT)
     except JaxftError as error:
-        return complain(f"error: {error}", error.exit_code)
+        return harness.complain(f"error: {error}", error.exit_code)
     shares = divide_machine(min(parsed.jobs or 1, len(runs)))
     if parsed.dry_run:
         for each in runs:
@@ -126,8 +116,11 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     words = ["jaxft", "sweep"] if "verb" in parsed else ["python", *_script_words()]
     command = shlex.join(masked_command([*words, *(word for word in given if word != "--overwrite")]))
-    sweep = execute(folder, runs, shares, command, fail_fast=parsed.fail_fast)
-    return exit_code_of(lambda: sweep, log_level=parsed.log_level, computes=False)
+    return harness.exit_code_of(
+        lambda: execute(folder, runs, shares, command, fail_fast=parsed.fail_fast),
+        log_level=parsed.log_level,
+        computes=False,
+    )
 
 
 def _script_words() -> list[str]:
@@ -148,8 +141,8 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
     planned = []
     for name, overrides in grid.runs:
         whole = dict((*grid.shared, *overrides))
-        if not has_fields(template) and OUTPUT_DIR not in dict(overrides):
-            whole[OUTPUT_DIR] = yaml_text(escape_fields(literal(str(folder / name))))
+        if not harness.has_fields(template) and harness.OUTPUT_DIR not in dict(overrides):
+            whole[harness.OUTPUT_DIR] = yaml_text(harness.escape_fields(harness.literal(str(folder / name))))
         planned.append(GridRun(name, tuple(whole.items())))
     # Loading a configuration imports the user's modules, which may import jax or take a device. The sweep must not: it
     # waits for hours while its runs use the devices. Ctrl-C is for this process.
@@ -157,21 +150,24 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
     with ProcessPoolExecutor(1, fork, initializer=signal.signal, initargs=ignore_sigint) as pool:
         with warnings.catch_warnings(action="ignore"):  # a script may have imported jax, which warns of forks
             checking = pool.submit(check_runs, planned, parsed)
-        faults, checked = checking.result()
+        try:
+            faults, checked = checking.result()
+        except BrokenExecutor as error:
+            raise ComponentError("the process that checks the configurations has ended: see above") from error
     if faults:
         raise ConfigError(faults, "the sweep")
     words, shown = _script_words(), ["python", *_script_words()]
     if "verb" in parsed:
         # -P: unlike the command `jaxft`, `python -m` would let modules in the working directory hide installed ones.
         words, shown = ["-P", "-m", "jaxft.cli", "finetune"], ["jaxft", "finetune"]
+    passed_on = _passed_on(given)
     runs: list[Run] = []
     refused: dict[str, list[str]] = {}
     for (name, settings), (directory, num_epochs, changes) in zip(planned, checked, strict=True):
         state, flags, fault = _state_of(directory, changes, parsed)
         if fault:
             refused.setdefault(fault, []).append(f"'{directory}'")
-        options = [part for path, text in settings for part in ("--set", f"{path}={text}")]
-        options = [*_passed_on(given), *options, *flags]
+        options = [*passed_on, *(part for path, text in settings for part in ("--set", f"{path}={text}")), *flags]
         typed = shlex.join(masked_command([*shown, *options]))
         log, command = folder / "logs" / f"{name}.log", [sys.executable, *words, *options]
         runs.append(Run(name, directory, log, num_epochs, command, typed, state))
@@ -183,10 +179,11 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
 
 def _output_dir_and_seed(parsed: argparse.Namespace) -> tuple[str, int]:
     """Return two settings of the configuration as they are written, without importing its modules."""
-    values, faults = read_layers(parsed.config_file), ConfigErrors()
-    override(values, [pair for pair in parsed.override if pair[0] in (SEED, OUTPUT_DIR, "finetuning")], faults)
+    values, faults = harness.read_layers(parsed.config_file), harness.ConfigErrors()
+    named = (SEED, harness.OUTPUT_DIR, "finetuning")
+    harness.override(values, [pair for pair in parsed.override if pair[0] in named], faults)
     section = values.get("finetuning")
-    section = expanded(section, "finetuning", faults) if isinstance(section, dict) else {}
+    section = harness.expanded(section, "finetuning", faults) if isinstance(section, dict) else {}
     output_dir = section.get("output_dir") or FinetuneConfig.model_fields["output_dir"].default
     seed = str(section.get("seed", 0))  # the check of the runs refuses any other seed
     return str(home_path(str(output_dir))), int(seed) if seed.isdecimal() else 0
@@ -195,14 +192,14 @@ def _output_dir_and_seed(parsed: argparse.Namespace) -> tuple[str, int]:
 def _folder(template: str) -> Path:
     """Return the folder of a sweep: `x_sweep` for the output directory `x`, else the part before its first field."""
     parts = Path(template).parts
-    before = parts[: next((at for at, part in enumerate(parts) if has_fields(part)), len(parts))]
-    path = Path(with_fields_expanded(str(Path(*before)), {}))
+    before = parts[: next((at for at, part in enumerate(parts) if harness.has_fields(part)), len(parts))]
+    path = Path(harness.with_fields_expanded(str(Path(*before)), {}))
     return path if len(before) < len(parts) else path.with_name(f"{path.name}_sweep") if path.name else Path("sweep")
 
 
 def _passed_on(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without the options of the sweep, and those that each run gets its own of."""
-    parser = OptionParser(add_help=False, allow_abbrev=False)
+    parser = harness.OptionParser(add_help=False, allow_abbrev=False)
     sweep_arguments(parser)
     parser.add_argument("--set", action="append")
     parser.add_argument("-o", "--override", nargs=2, action="append")
@@ -218,7 +215,7 @@ def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[lis
     checked = []
     for name, settings in runs:
         try:
-            config = config_of(parsed, settings)
+            config = harness.config_of(parsed, settings)
         except JaxftError as error:
             for fault in error.faults if isinstance(error, ConfigError) else (str(error),):
                 names.setdefault(fault, []).append(name)
@@ -226,28 +223,28 @@ def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[lis
         checked.append((config.finetuning.output_dir, config.finetuning.num_epochs, _changes(config)))
         alike = config.model_copy(update={"finetuning": config.finetuning.model_copy(update={"output_dir": Path()})})
         # The text is fast to find, but secrets are masked in it.
-        same = by_text.setdefault(resolved_yaml(alike), [])
+        same = by_text.setdefault(harness.resolved_yaml(alike), [])
         twins = [other for other, before in same if before == alike]
         if twins:
             names.setdefault("runs have the same configuration: remove all but one", twins[:1]).append(name)
         same.append((name, alike))
     faults = [fault if len(having) == len(runs) else f"{fault} ({listed(having)})" for fault, having in names.items()]
     shared = [path for path, count in Counter(str(directory) for directory, *_ in checked).items() if count > 1]
-    faults += [f"{OUTPUT_DIR}: several runs have the directory '{path}': add fields of what differs" for path in shared]
-    return faults, checked
+    several = [f"{harness.OUTPUT_DIR}: several runs have the directory '{path}'" for path in shared]
+    return [*faults, *(f"{fault}: add fields of what differs" for fault in several)], checked
 
 
 def _changes(config: Config) -> list[str]:
     recorded = config.finetuning.output_dir / CONFIG_FILE
     if not recorded.is_file():
         return []
-    with hiding(secrets_of(config) | secrets_of_environment()):
-        now = parse_yaml(resolved_yaml(config), "the configuration")
+    with hiding(harness.secrets_of(config) | secrets_of_environment()):
+        now = harness.parse_yaml(harness.resolved_yaml(config), "the configuration")
     try:
-        changes = changes_of(parse_yaml(recorded.read_text("utf-8"), str(recorded)), now)
+        changes = harness.changes_of(harness.parse_yaml(recorded.read_text("utf-8"), str(recorded)), now)
     except (OSError, ValueError) as error:
         return [f"{CONFIG_FILE} cannot be read: {error}"]
-    changes.pop(OUTPUT_DIR, None)  # the same directory by another name
+    changes.pop(harness.OUTPUT_DIR, None)  # the same directory by another name
     return [f"{path} {_shown(old)} -> {_shown(new)}" for path, (old, new) in changes.items()]
 
 
@@ -310,7 +307,7 @@ async def execute(folder: Path, runs: Sequence[Run], shares: Sequence[Share], co
         RunsFailed: some runs failed; the message has the last lines of each, and the command to repeat it.
         Stopped: a signal ended the sweep.
     """
-    console, shutdown = current_console(), current_shutdown()
+    console, shutdown = current_console(), harness.current_shutdown()
     assert shutdown is not None  # the program installs it
     shutdown.resume_command = command
     todo = [each for each in runs if each.state != "done"]

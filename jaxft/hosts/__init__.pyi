@@ -1,0 +1,5 @@
+"""The public names of `jaxft.hosts`, each imported when it is first used; the outbuildings use no others."""
+
+from .launch import (
+    START as START,
+)
