@@ -18,7 +18,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import partial
 from multiprocessing import Pipe
 from typing import Any
 
@@ -86,9 +85,10 @@ class WorkerPool:
 
         async def call(argument: Any) -> Any:
             episode, task = find_episode(), asyncio.current_task()
+            items = argument if isinstance(argument, list) else [argument]
             work = {
                 "call": name,
-                "argument": argument if name is None else [_item(each) for each in _listed(argument)],
+                "argument": argument if name is None else [_item(item) for item in items],
                 "episode": None if episode is None else {field: vars(episode)[field] for field in IDENTITY},
                 "token": None if episode is None or not episode.is_served else episode.api_key,
                 "label": "" if task is None else task.get_name(),
@@ -296,14 +296,12 @@ class Worker:
                         is_unknown = request.get("place") == "unknown"
                         context = contextvars.Context() if is_unknown else contextvars.copy_context()
                         answering = self._answer(request, episode)
-                        task = tasks[request["id"]] = asyncio.get_running_loop().create_task(answering, context=context)
-                        task.add_done_callback(partial(_forget, tasks, request["id"]))
+                        tasks[request["id"]] = asyncio.get_running_loop().create_task(answering, context=context)
             raise ConnectionError("the worker has closed its connection")
         finally:
-            left = list(tasks.values())
-            for task in left:
+            for task in tasks.values():
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _answer(self, request: Message, episode: Episode | None) -> None:
         number = request["id"]
@@ -417,14 +415,6 @@ class Worker:
             return "its process broke down, as when an agent closes files that it has not opened"
         main = "" if self.num_done >= 0 else "; is the program of the main script under `if __name__ == '__main__':`?"
         return f"it ended its process, with exit code {code}{main}"
-
-
-def _forget(tasks: dict[int, asyncio.Task[None]], number: int, task: asyncio.Task[None]) -> None:
-    del tasks[number]
-
-
-def _listed(argument: Any) -> list[EvalInputItem]:
-    return argument if isinstance(argument, list) else [argument]
 
 
 def _item(item: EvalInputItem) -> Message:

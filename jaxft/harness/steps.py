@@ -109,17 +109,6 @@ class IntermediateStepPayload(BaseModel):
     def _has_its_class(cls, given: Any) -> Any:
         return TTCEventData(**given) if isinstance(given, dict) and "candidate_index" in given else given
 
-    @property
-    def event_category(self) -> IntermediateStepCategory:
-        """Kind of the step."""
-        return IntermediateStepCategory(self.event_type.partition("_")[0])
-
-    @property
-    def event_state(self) -> IntermediateStepState:
-        """Part of what the step reports."""
-        state = self.event_type.rpartition("_")[2]
-        return IntermediateStepState("CHUNK" if state == "TOKEN" else state)
-
 
 class IntermediateStep(BaseModel):
     """One step of an episode.
@@ -145,12 +134,13 @@ class IntermediateStep(BaseModel):
     @property
     def event_category(self) -> IntermediateStepCategory:
         """Kind of the step."""
-        return self.payload.event_category
+        return IntermediateStepCategory(self.event_type.partition("_")[0])
 
     @property
     def event_state(self) -> IntermediateStepState:
         """Part of what the step reports."""
-        return self.payload.event_state
+        state = self.event_type.rpartition("_")[2]
+        return IntermediateStepState("CHUNK" if state == "TOKEN" else state)
 
     @property
     def name(self) -> str | None:

@@ -258,8 +258,8 @@ def workers(tmp_path_factory):
             late=late,
             results=[await result_of(pool, value) for value in (*PLAIN, "a set", {3, 4})],
             num_started_for_six=await started_for_six_calls(pool),
-            after_cancelled=await scores_after_cancelled_starts(pool),
             left_by_killed_forkserver=await left_by_killed_forkserver(pool),
+            after_cancelled=await scores_after_cancelled_starts(pool),
         )
 
     evaluators = {"size": {"_type": "isolated_size", "timeout_seconds": 5}, "rank": {"_type": "isolated_rank"}}
@@ -341,7 +341,7 @@ def test_workers_are_replaced_after_their_episodes(workers):
     assert workers.num_started_for_six == 3
 
 
-def test_a_start_may_be_cancelled(workers):
+def test_a_start_may_be_cancelled_and_another_forkserver_starts_when_one_was_killed(workers):
     assert workers.after_cancelled == [(1.0, None)] * 4
 
 
@@ -379,22 +379,6 @@ async def pool_of(folder, **options):
         assert len(asyncio.all_tasks()) == 1
         assert open_connections() == connections
         assert shown == []
-
-
-@pytest.mark.slow
-def test_another_forkserver_is_started_when_one_was_cancelled_or_killed(tmp_path):
-    async def main():
-        async with pool_of(tmp_path) as pool:
-            score = pool.function("size", None, "")
-            starting = asyncio.create_task(score(example("a?")))
-            await asyncio.sleep(0.01)
-            starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
-            await pool.check()
-            await left_by_killed_forkserver(pool)
-            assert await score(example("a?")) == (1.0, None)
-
-    asyncio.run(main())
 
 
 @pytest.mark.slow
