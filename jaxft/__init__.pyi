@@ -99,11 +99,13 @@ from .harness.data_models import (
     FinetuneConfig as FinetuneConfig,
     FinetuneRunConfig as FinetuneRunConfig,
     OpenAIMessage as OpenAIMessage,
+    TensorBoardLoggerConfig as TensorBoardLoggerConfig,
     TrainingJobRef as TrainingJobRef,
     TrainingJobStatus as TrainingJobStatus,
     TrainingStatusEnum as TrainingStatusEnum,
     Trajectory as Trajectory,
     TrajectoryCollection as TrajectoryCollection,
+    WandbLoggerConfig as WandbLoggerConfig,
 )
 from .harness.steps import (
     IntermediateStep as IntermediateStep,
@@ -126,10 +128,6 @@ from .harness.evaluation import (
 from .harness.evaluators import (
     BaseEvaluator as BaseEvaluator,
     EvaluatorInfo as EvaluatorInfo,
-)
-from .harness.loggers import (
-    TensorBoardLoggerConfig as TensorBoardLoggerConfig,
-    WandbLoggerConfig as WandbLoggerConfig,
 )
 from .harness.registry import (
     DatasetConfig as DatasetConfig,

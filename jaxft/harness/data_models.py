@@ -21,8 +21,7 @@ from jaxft.harness.config_types import (
     TrajectoryBuilderRef,
     config_error,
 )
-from jaxft.harness.loggers import TensorBoardLoggerConfig
-from jaxft.harness.registry import LoggerConfig, chosen_by_type
+from jaxft.harness.registry import REGISTRY, LoggerConfig, chosen_by_type
 from jaxft.harness.steps import IntermediateStep
 from jaxft.rollout.recorder import WORKFLOW
 from jaxft.rollout.sequences import TokenSequence
@@ -268,6 +267,25 @@ class FinetuneRunConfig(DataModel):
     validation_config_file: Path | None = None
     endpoint: str | None = None
     endpoint_timeout: float | None = None
+
+
+class TensorBoardLoggerConfig(LoggerConfig, name="tensorboard"):
+    """Metrics and timings in files that TensorBoard shows, in the folder `tensorboard` of the run directory."""
+
+
+class WandbLoggerConfig(LoggerConfig, name="wandb"):
+    """Metrics, tables of sample episodes, configuration and artifacts in a run of Weights & Biases.
+
+    All else is decided by the environment variables of W&B, such as WANDB_MODE, WANDB_ENTITY and WANDB_TAGS.
+    """
+
+    project: str | None = Field(
+        default=None, min_length=1, description="Project of the run; null: WANDB_PROJECT, or the default of W&B."
+    )
+
+
+REGISTRY.add(LoggerConfig, TensorBoardLoggerConfig, "jaxft.runs.tensorboard:tensorboard_logger")
+REGISTRY.add(LoggerConfig, WandbLoggerConfig, "jaxft.runs.weights_and_biases:wandb_logger", extra="wandb")
 
 
 def _named(value: Any) -> Any:
