@@ -22,6 +22,9 @@ from .config_merge import (
     read_layers as read_layers,
     with_fields_expanded as with_fields_expanded,
 )
+from .isolation import (
+    WorkerPool as WorkerPool,
+)
 from .registry import (
     REGISTRY as REGISTRY,
 )

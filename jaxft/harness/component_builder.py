@@ -11,7 +11,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any
 
-from jaxft import rollout
+from jaxft import harness, rollout
 from jaxft.errors import (
     CheckFailed,
     ComponentError,
@@ -63,8 +63,7 @@ from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.loggers import Loggers, RunLogger
 
-# Paths of the components whose factories are running, outermost first. Every component is made in its own task, and so
-# in its own context, which holds the component's ancestors only.
+# Paths of the components whose factories are running, outermost first; each runs in a task, so a context, of its own.
 _being_made: ContextVar[tuple[str, ...]] = ContextVar("jaxft_components_being_made", default=())
 
 
@@ -91,8 +90,8 @@ class ComponentBuilder(ConfigBuilder):
         self._lender = lender
         self.directory = directory
         self.console = console
-        self.devices: list[str] = []
-        self.chosen: dict[str, str] = {}
+        self.devices: list[str] = [] if lender is None else lender.devices
+        self.chosen: dict[str, str] = {} if lender is None else lender.chosen
         self.validation: Config | None = None
         self.now: datetime | None = None if lender is None else lender.now
         self._components: dict[str, asyncio.Task[Any]] = {}
@@ -118,9 +117,7 @@ class ComponentBuilder(ConfigBuilder):
         Args:
             devices: descriptions, as in `cpu (cpu 0)`.
         """
-        self.devices = list(dict.fromkeys([*self.devices, *devices]))
-        if self._lender is not None:
-            self._lender.add_devices(devices)
+        self.devices.extend(device for device in dict.fromkeys(devices) if device not in self.devices)
 
     def add_choices(self, path: str, values: Mapping[str, str]) -> None:
         """Record, for `environment.json`, the values of fields of a component that may be `auto`.
@@ -129,9 +126,7 @@ class ComponentBuilder(ConfigBuilder):
             path: path of the component, as in `llms.policy`.
             values: the chosen values by field.
         """
-        self.chosen |= {f"{path}.{field}": value for field, value in values.items()}
-        if self._lender is not None:
-            self._lender.add_choices(path, values)
+        self.chosen.update({f"{path}.{field}": value for field, value in values.items()})
 
     async def get_llm(self, name: str, wrapper_type: str | Enum | None = None) -> Any:
         """Return the language model `llms.<name>`.
@@ -147,9 +142,7 @@ class ComponentBuilder(ConfigBuilder):
         if self._lender is not None and name in self._lender.config.llms:
             return await self._lender.get_llm(name, wrapper_type)
         llm = await self._language_model(name)
-        if wrapper_type is None:
-            return llm
-        return rollout.client_of(llm, wrapper_type)
+        return llm if wrapper_type is None else rollout.client_of(llm, wrapper_type)
 
     async def _language_model(self, name: str) -> Any:
         return await self._get("llms", name, LLMConfig, object)
@@ -205,45 +198,17 @@ class ComponentBuilder(ConfigBuilder):
     async def get_workflow(self) -> Workflow:
         """Return the workflow: the agent."""
         workflow = await self._once("workflow", self.config.workflow, WorkflowConfig)
-        return _callable("workflow", workflow)
+        return _checked("workflow", workflow, Callable)
 
-    async def set_workflow(self, config: WorkflowConfig) -> None:
-        """Set the workflow, before it is made.
-
-        Raises:
-            ComponentError: the workflow is made already.
-        """
-        self._check_not_made("workflow")
-        await super().set_workflow(config)
-
-    async def set_dataset(self, config: DatasetConfig) -> None:
-        """Set the dataset, before it is read.
-
-        Raises:
-            ComponentError: the dataset is read already.
-        """
-        self._check_not_made("eval.general.dataset")
-        await super().set_dataset(config)
-
-    def _check_not_made(self, path: str) -> None:
-        if path in self._components:
-            raise ComponentError(f"{path}: is made already: set it before")
-
-    async def add_evaluator(self, name: str, config: EvaluatorConfig) -> None:
-        """Add an evaluator, before the evaluation is made.
-
-        Raises:
-            ComponentError: the evaluation is made already.
-        """
-        if "evaluation" in self._components:
-            raise ComponentError(f"{SECTION}.{name}: the evaluation is made already, without it")
-        await super().add_evaluator(name, config)
+    def _check_changeable(self, path: str, component: str) -> None:
+        if component in self._components:
+            raise ComponentError(f"{path}: {component} is made already: set it before")
 
     async def get_evaluator(self, name: str) -> Evaluator:
         """Return the evaluator `eval.evaluators.<name>`."""
         made = await self._get(SECTION, name, EvaluatorConfig, object)
         is_group = isinstance(self.get_evaluator_config(name), GroupEvaluatorConfig)
-        return _callable(f"{SECTION}.{name}", evaluator_of(made, is_group=is_group))
+        return _checked(f"{SECTION}.{name}", evaluator_of(made, is_group=is_group), Callable)
 
     async def get_dataset(self) -> list[EvalInputItem]:
         """Return the examples of `eval.general.dataset`: at least one, with unique ids."""
@@ -383,10 +348,7 @@ class ComponentBuilder(ConfigBuilder):
         return pool.function(name, seconds, late)
 
     async def _make_pool(self) -> Any:
-        # Imported here, as a run without workers needs no JAX for that.
-        from jaxft.harness.isolation import WorkerPool
-
-        pool = WorkerPool(self)
+        pool = harness.WorkerPool(self)
         self._closing.push_async_callback(pool.close)
         try:
             await pool.check()
@@ -437,10 +399,9 @@ class ComponentBuilder(ConfigBuilder):
         return instance
 
     async def _close_logger(self, what: str, generator: Any) -> None:
-        """Close a logger; what fails in it ends no run."""
         try:
             await _close(what, generator)
-        except ComponentError as error:
+        except ComponentError as error:  # a logger ends no run
             self.console.message(str(error))
 
 
@@ -483,17 +444,8 @@ def _failure(what: str, failure: UserCodeError) -> JaxftError:
     return ComponentError(f"{what}: {told}")
 
 
-def _checked(place: str, made: Any, kind: type) -> Any:
+def _checked(place: str, made: Any, kind: Any) -> Any:
     if not isinstance(made, kind):
-        raise _wrong_kind(place, f"a {kind.__name__}", made)
+        wanted = "a function" if kind is Callable else f"a {kind.__name__}"
+        raise ComponentError(f"{place}: its factory must yield {wanted}, not {type(made).__name__}")
     return made
-
-
-def _callable(place: str, made: Any) -> Callable[..., Any]:
-    if not callable(made):
-        raise _wrong_kind(place, "a function", made)
-    return made
-
-
-def _wrong_kind(place: str, wanted: str, made: Any) -> ComponentError:
-    return ComponentError(f"{place}: its factory must yield {wanted}, not {type(made).__name__}")

@@ -49,14 +49,17 @@ class ConfigBuilder:
 
     async def set_workflow(self, config: WorkflowConfig) -> None:
         """Set the workflow."""
+        self._check_changeable("workflow", "workflow")
         self.config = self.config.model_copy(update={"workflow": _checked(config, WorkflowConfig)})
 
     async def set_dataset(self, config: DatasetConfig) -> None:
         """Set the dataset, `eval.general.dataset`."""
+        self._check_changeable("eval.general.dataset", "eval.general.dataset")
         self._set_eval(general=self.config.eval.general.model_copy(update={"dataset": _checked(config, DatasetConfig)}))
 
     async def add_evaluator(self, name: str, config: EvaluatorConfig) -> None:
         """Add the evaluator `eval.evaluators.<name>`."""
+        self._check_changeable(f"{SECTION}.{name}", "evaluation")
         self._add(SECTION, name, config, EvaluatorConfig)
 
     async def add_trajectory_builder(self, name: str, config: TrajectoryBuilderConfig) -> None:
@@ -116,6 +119,9 @@ class ConfigBuilder:
     def get_max_concurrency(self) -> int:
         """Return `eval.general.max_concurrency`, for a `BaseEvaluator`."""
         return self.config.eval.general.max_concurrency
+
+    def _check_changeable(self, path: str, component: str) -> None:
+        """Raise an error if the component that the configuration at a path makes is there already."""
 
     def _configs(self, section: str) -> Mapping[str, Any]:
         return self.config.eval.evaluators if section == SECTION else dict(self.config)[section]
