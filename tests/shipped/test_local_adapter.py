@@ -277,11 +277,6 @@ def test_health_lines_know_the_dtype_of_products(adapter, tmp_path):
         asyncio.run(trainer.cleanup())
 
 
-def test_knobs_that_exclude_each_other_are_refused_at_once(policy):
-    with pytest.raises(ValueError, match="'cispo' has no clipped surrogate"):
-        make_adapter(policy, loss={"name": "cispo", "delta": 5.0})
-
-
 def test_the_token_budget_of_a_loss_is_by_default_the_context(policy):
     for loss, budget in [({"name": "dr_grpo"}, policy.engine.max_context_tokens), ({"name": "grpo"}, None)]:
         assert make_adapter(policy, loss=loss).adapter_config.loss.max_completion_tokens == budget
