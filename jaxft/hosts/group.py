@@ -7,6 +7,7 @@ has a group, too, which agrees with itself at once.
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,7 +121,8 @@ class ProcessGroup:
         self._running += 1
         try:
             self._number += 1
-            begun = None if name is None else [name, {kind: list(own) for kind, own in digests().items()}]
+            own = digests()
+            begun = None if name is None else [name, hashlib.sha256(repr(own).encode()).hexdigest()]
             # Shielded: the others count on what was said, also if the caller is cancelled.
             answers = await asyncio.shield(self.gather(f"agreement {self._number}", [begun, self.wants_stop]))
         finally:
@@ -130,26 +132,31 @@ class ProcessGroup:
             self.is_stopping = True
             self.on_stopping()
         if not self.is_over:
-            _check_alike([begun for begun, _ in answers])
+            await self._check_alike([begun for begun, _ in answers], own)
 
+    async def _check_alike(self, begun: Sequence[tuple[str, str]], own: Digests) -> None:
+        """Raise unless all processes begin the same, of which `begun` has names, and hashes of their digests.
 
-def _check_alike(begun: Sequence[tuple[str, Digests]]) -> None:
-    """Raise unless all processes begin the same.
-
-    Raises:
-        HostsError: they do not; the message names the first difference.
-    """
-    first, first_digests = begun[0]
-    for index, (name, digests) in enumerate(begun):
-        if name != first:
-            raise HostsError(f"process {index} begins {name}, and process 0 {first}: they have diverged")
-        for kind, of_first in first_digests.items():
-            own = digests.get(kind, ())
-            if len(own) != len(of_first):
-                raise HostsError(f"{name} has {len(own)} {kind}s in process {index}, and {len(of_first)} in process 0")
-            for place, (mine, theirs) in enumerate(zip(own, of_first, strict=True)):
-                if mine != theirs:
-                    raise HostsError(f"{name}: {kind} {place} differs between process {index} and process 0")
+        Raises:
+            HostsError: they do not; the message names the first difference.
+        """
+        name, of_first = begun[0]
+        for index, (other, _) in enumerate(begun):
+            if other != name:
+                raise HostsError(f"process {index} begins {other}, and process 0 {name}: they have diverged")
+        if all(each == of_first for _, each in begun):
+            return
+        first, *others = await self.gather(f"digests {self._number}", {kind: list(own[kind]) for kind in own})
+        for index, digests in enumerate(others, 1):
+            for kind, given in first.items():
+                found = digests[kind]
+                if len(found) != len(given):
+                    raise HostsError(
+                        f"{name} has {len(found)} {kind}s in process {index}, and {len(given)} in process 0"
+                    )
+                for place, (mine, theirs) in enumerate(zip(found, given, strict=True)):
+                    if mine != theirs:
+                        raise HostsError(f"{name}: {kind} {place} differs between process {index} and process 0")
 
 
 async def _forever() -> None:

@@ -22,9 +22,6 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_SECONDS = 10.0
 """Time that a connection has to introduce itself."""
 
-MAX_HANDSHAKES = 256
-"""Number of connections that may be introducing themselves; for one more the oldest is closed."""
-
 
 def meet(
     address: str,
@@ -58,7 +55,7 @@ def meet(
     if process_id == 0 and not is_loopback(host) and AUTHKEY not in os.environ:
         logger.warning("%s is not set: whoever reaches port %d can speak for a process of this run", AUTHKEY, port)
     if process_id == 0:
-        run = asyncio.run(_Reception(own, port).receive(interface(host), within_seconds))
+        run = asyncio.run(_receive(interface(host), port, own, within_seconds))
     else:
         run = asyncio.run(_visit(host, port, own, within_seconds))
     return Store(process_id, num_processes, (host, port), run, on_loss)
@@ -99,76 +96,63 @@ def interface(host: str) -> str:
     return "" if not is_loopback(host) and any(map(is_loopback, known)) else host
 
 
-class _Reception:
-    """The meeting as process 0 sees it: who has come, and why nobody else can."""
+async def _receive(host: str, port: int, own: Mapping[str, Any], within_seconds: float) -> str:
+    """Receive the other processes as process 0, and return the word of this run."""
+    came: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
+    fault: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()  # None once all have come
 
-    def __init__(self, own: Mapping[str, Any], port: int) -> None:
-        self._own, self._port = own, port
-        self._came: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # which have not introduced themselves, the oldest first
-        self._fault: str | None = None
-        self._is_complete = asyncio.Event()
-
-    async def receive(self, host: str, within_seconds: float) -> str:
-        """Receive the other processes, and return the word of this run."""
-        try:
-            server = await asyncio.start_server(self._greet, host, self._port, limit=2**16, backlog=1024)
-        except OSError as error:
-            raise HostsError(
-                f"process 0 cannot listen at {host or 'port'}{':' if host else ' '}{self._port} ({error.strerror}): "
-                "choose another port, and an address of this machine"
-            ) from None
-        count = self._own["num_processes"]
-        try:
-            async with asyncio.timeout(within_seconds):
-                await self._is_complete.wait()
-        except TimeoutError:
-            missing = [index for index in range(1, count) if index not in self._came]
-            named = f"process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-            self._fault = f"{named} of {count} did not come to port {self._port} within {within_seconds:g} s"
-        server.close()
-        answer = {"fault": self._fault, "run": secrets.token_hex(16)}
-        for _, writer in self._came.values():
-            await _answer(writer, answer)
-        if self._fault is not None:
-            raise HostsError(self._fault)
-        return str(answer["run"])
-
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear the introduction of a process, and keep its connection until all have come."""
-        self._strangers[writer] = None
-        if len(self._strangers) > MAX_HANDSHAKES:
-            next(iter(self._strangers)).transport.abort()
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                line = await reader.readline()
-            visitor = unsealed(line.decode().strip(), "introduction")
-            index = int(visitor["process_id"])
-            await asyncio.sleep(0.1)  # the end of a connection is read after what came before
-            # One that has gone while it waited may come again.
-            self._came = {known: each for known, each in self._came.items() if not each[0].at_eof()}
-            self._fault = self._why_refused(index, visitor)
+                visitor = unsealed((await reader.readline()).decode().strip(), "introduction")
+                process_id = int(visitor["process_id"])
+                await asyncio.sleep(0.1)  # the end of a connection is read after what came before
+            for gone in [known for known, (before, _) in came.items() if before.at_eof()]:  # it may come again
+                del came[gone]
+            why_not = _why_refused(process_id, visitor, own, came)
         except HostsError:  # it has another secret, as it sees from the answer's signature
             return await _answer(writer, {"fault": "another secret"})
         except (Exception, asyncio.CancelledError):  # whatever a stranger says, also nothing until the meeting is over
             return writer.transport.abort()
-        finally:
-            self._strangers.pop(writer, None)
-        self._came[index if self._fault is None else -1] = reader, writer
-        if self._fault is not None or len(self._came) == self._own["num_processes"] - 1:
-            self._is_complete.set()
+        came[process_id if why_not is None else -1] = reader, writer
+        if not fault.done() and (why_not is not None or len(came) == own["num_processes"] - 1):
+            fault.set_result(why_not)
 
-    def _why_refused(self, index: int, visitor: Mapping[str, Any]) -> str | None:
-        count, other_count = self._own["num_processes"], visitor["num_processes"]
-        if other_count != count:
-            return f"process {index} has {other_count} processes, and process 0 has {count}: give both one number"
-        if index == 0 or index in self._came:
-            return f"two processes are process {index}: give each a number of its own"
-        for name, mine in self._own["about"].items():
-            other = visitor["about"].get(name, "nothing")
-            if mine != other:
-                return f"{name} is {other} in process {index}, and {mine} in process 0: all processes need the same"
-        return None
+    try:
+        server = await asyncio.start_server(greet, host, port, limit=2**16, backlog=1024)
+    except OSError as error:
+        raise HostsError(
+            f"process 0 cannot listen at {host}:{port} ({error.strerror}): choose another port, and an address of this "
+            "machine"
+        ) from None
+    try:
+        said = await asyncio.wait_for(fault, within_seconds)
+    except TimeoutError:
+        missing = [str(index) for index in range(1, own["num_processes"]) if index not in came]
+        named = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)} of {own['num_processes']}"
+        said = f"{named} did not come to port {port} within {within_seconds:g} s"
+    server.close()
+    run = secrets.token_hex(16)
+    for _, writer in came.values():
+        await _answer(writer, {"fault": said, "run": run})
+    if said is not None:
+        raise HostsError(said)
+    return run
+
+
+def _why_refused(
+    process_id: int, visitor: Mapping[str, Any], own: Mapping[str, Any], came: Mapping[int, Any]
+) -> str | None:
+    count, mine = visitor["num_processes"], own["num_processes"]
+    if count != mine:
+        return f"process {process_id} has {count} processes, and process 0 has {mine}: give both one number"
+    if process_id == 0 or process_id in came:
+        return f"two processes are process {process_id}: give each a number of its own"
+    for name, fact in own["about"].items():
+        other = visitor["about"].get(name, "nothing")
+        if other != fact:
+            return f"{name} is {other} in process {process_id}, and {fact} in process 0: all processes need the same"
+    return None
 
 
 async def _answer(writer: asyncio.StreamWriter, answer: Mapping[str, Any]) -> None:
@@ -180,33 +164,30 @@ async def _answer(writer: asyncio.StreamWriter, answer: Mapping[str, Any]) -> No
 
 async def _visit(host: str, port: int, own: Mapping[str, Any], within_seconds: float) -> str:
     """Go to process 0, where nobody may listen yet, and return the word of this run."""
-    line, place = b"", f"{host}:{port}"
+    place = f"{host}:{port}"
     try:
         async with asyncio.timeout(within_seconds):
-            reader, writer = await _connected(host, port)
+            while True:
+                with contextlib.suppress(OSError):
+                    reader, writer = await asyncio.open_connection(host, port)
+                    break
+                await asyncio.sleep(0.1)
         writer.write(f"{sealed(own, 'introduction')}\n".encode())
         async with asyncio.timeout(within_seconds + HANDSHAKE_SECONDS):
-            with contextlib.suppress(OSError):
-                line = await reader.readline()
+            line = await reader.readline()
         writer.close()
-        answer = unsealed(line.decode().strip(), "answer") if line else {}
+        if not line:
+            raise ConnectionError
+        answer = unsealed(line.decode().strip(), "answer")
     except TimeoutError:
         raise HostsError(
             f"process {own['process_id']}: no process 0 answers at {place} within {within_seconds:g} s: start it "
             "there, and see that the port is open"
         ) from None
+    except OSError:
+        raise HostsError(f"process 0 at {place} has gone before all had come") from None
     except (HostsError, ValueError):
         raise HostsError(f"process 0 at {place} has another {AUTHKEY}: give all processes the same") from None
-    if not answer:
-        raise HostsError(f"process 0 at {place} has gone before all had come")
     if answer["fault"] is not None:
         raise HostsError(answer["fault"])
     return str(answer["run"])
-
-
-async def _connected(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    while True:
-        try:
-            return await asyncio.open_connection(host, port)
-        except OSError:
-            await asyncio.sleep(0.1)

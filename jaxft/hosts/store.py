@@ -7,14 +7,15 @@ a process that is busy is not taken for lost, one that is killed or stopped is.
 import ctypes
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,10 @@ POLL_SECONDS = 0.5
 FAILED_SECONDS = 5.0
 """Time that a process has to end by itself after another one has ended with an error."""
 
-ENDED, STOPPED = "ended", "stopped"
-"""Folders of keys: the processes that have ended, True for one that ended with an error; the signals that came."""
+NEWS = "news"
+"""Folder of what processes say by themselves: `signal` that one got, and `end`, which is `FAILED` after an error."""
+
+ENDED, FAILED = "ended", "failed"
 
 
 def sealed(value: Any, place: str) -> str:
@@ -42,7 +45,7 @@ def sealed(value: Any, place: str) -> str:
     Raises:
         TypeError, ValueError: JSON does not have the value.
     """
-    content = json.dumps(value)
+    content = json.dumps(value, separators=(",", ":"))
     return f"{_signature(content, place)} {content}"
 
 
@@ -90,13 +93,13 @@ class Store:
         self.on_stop: Callable[[int], object] = lambda number: None
         self._client: Any = None  # of JAX's coordination service
         self._address, self._run, self._on_loss = address, run, on_loss
-        self._times = Counter[str]()  # how often each name was shared
-        self._lock = threading.Lock()  # guards the five below and `_times`
-        self._ended: dict[int, bool] = {}  # True for a process that ended with an error
-        self._stopped: set[int] = set()
+        self._numbers = defaultdict[str, Iterator[int]](itertools.count)  # of the next exchange, by name
+        self._own_news: dict[str, Any] = {}
+        self._news: dict[int, dict[str, Any]] = {}
+        self._heard = time.monotonic()
+        self._hearing, self._losing = threading.Lock(), threading.Lock()
         self._lost: int | None = None
         self._is_closing = self._ends_with_error = False
-        self._heard = time.monotonic()
 
     def connect(self, client: Any) -> None:
         """Use a client of JAX's coordination service, and start the threads."""
@@ -117,16 +120,14 @@ class Store:
             HostsError: a value is signed with another secret.
             TypeError, ValueError: JSON does not have the value.
         """
-        with self._lock:
-            place = f"{name} {self._times[name]}"
-            self._times[name] += 1
+        place = f"{name} {next(self._numbers[name])}"
         content = sealed(value, f"{self._run}/{place}/values/{self.process_id}")
         try:
             self._client.key_value_set(f"{place}/values/{self.process_id}", content)
             if self._client.key_value_increment(f"{place}/given", 1) == self.num_processes:
                 self._client.key_value_set(f"{place}/complete", "")
             while not self._has(f"{place}/complete"):
-                gone = set(self._ended if self._lost is None else [self._lost])
+                gone = self._ended() if self._lost is None else {self._lost}
                 if missing := gone - self._read(place).keys():
                     raise ProcessEndedError(self._ended_before(min(missing), name))
             values = self._read(place)
@@ -138,7 +139,7 @@ class Store:
 
     def stop(self, number: int) -> None:
         """Tell the other processes that a signal stops the run; can be called from any thread."""
-        self._say(STOPPED, int(number))
+        self._tell(signal=int(number))
 
     def expect_end(self) -> None:
         """Say here that this process ends by itself with an error, which it still has to show.
@@ -157,10 +158,10 @@ class Store:
         """
         self._is_closing = True
         self._ends_with_error |= has_failed
-        self._say(ENDED, has_failed)
+        self._tell(end=FAILED if has_failed else ENDED)
         deadline = time.monotonic() + (float("inf") if within_seconds is None else within_seconds)
         while self.process_id == 0 and self._lost is None and time.monotonic() < deadline:
-            if len(self._ended) == self.num_processes and len(self._live()) == 1:  # the service ends last
+            if len(self._ended()) == self.num_processes and len(self._live()) == 1:  # the service ends last
                 return
             time.sleep(POLL_SECONDS / 5)
 
@@ -176,7 +177,7 @@ class Store:
                 self._hear()
             except RuntimeError:  # the service has gone, which `_listen` notices, too
                 return
-            for process_id in {*range(self.num_processes)} - live - self._ended.keys():
+            for process_id in {*range(self.num_processes)} - live - self._ended():
                 self._lose(process_id)
             time.sleep(POLL_SECONDS)
 
@@ -192,18 +193,19 @@ class Store:
             time.sleep(POLL_SECONDS)
 
     def _hear(self) -> None:
-        ended, stopped = self._read(ENDED), self._read(STOPPED)
-        with self._lock:
+        with self._hearing:
+            before, self._news = self._news, self._read(NEWS)
             self._heard = time.monotonic()
-            new = {index: number for index, number in stopped.items() if index not in self._stopped}
-            failed = [index for index, has_failed in ended.items() if has_failed and index not in self._ended]
-            self._stopped |= new.keys()
-            self._ended |= ended
-        for index in failed:
-            _later(partial(self._lose_failed, index))
-        for index, number in new.items():
-            if index != self.process_id:
-                self.on_stop(number)
+        for process_id, said in self._news.items():
+            if process_id != self.process_id:
+                new = said.items() - before.get(process_id, {}).items()
+                if ("end", FAILED) in new:
+                    _later(partial(self._lose_failed, process_id))
+                if "signal" in dict(new):
+                    self.on_stop(said["signal"])
+
+    def _ended(self) -> set[int]:
+        return {process_id for process_id, said in self._news.items() if "end" in said}
 
     def _lose_failed(self, process_id: int) -> None:
         if not self._is_closing:
@@ -211,10 +213,9 @@ class Store:
 
     def _lose(self, process_id: int) -> None:
         """Report a process that has gone, once; some seconds later if this one ends with an error that it shows."""
-        with self._lock:
-            if self._lost is not None:
-                return
-            self._lost = process_id
+        if not self._losing.acquire(blocking=False):
+            return
+        self._lost = process_id
         if self._ends_with_error:
             _later(lambda: self._on_loss(process_id))
         else:
@@ -231,9 +232,10 @@ class Store:
                 self._lose(0)
         time.sleep(FAILED_SECONDS if self._lost is not None else 0.0)
 
-    def _say(self, folder: str, value: Any) -> None:
-        place = f"{folder}/values/{self.process_id}"
-        self._client.key_value_set(place, sealed(value, f"{self._run}/{place}"), allow_overwrite=True)
+    def _tell(self, **news: Any) -> None:
+        self._own_news |= news
+        place = f"{NEWS}/values/{self.process_id}"
+        self._client.key_value_set(place, sealed(self._own_news, f"{self._run}/{place}"), allow_overwrite=True)
 
     def _has(self, key: str) -> bool:
         """Wait a moment for a key of the service, and return True if it is there."""

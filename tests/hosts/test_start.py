@@ -79,10 +79,10 @@ def test_one_that_fails_ends_the_others(launched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize(("number", "grace_seconds"), [("SIGKILL", 20.0), ("SIGSTOP", 0.5)])
 @pytest.mark.parametrize("ended", [0, 1])
-def test_one_that_is_killed_or_stopped_ends_the_other_with_its_name(ended, number, capfd, monkeypatch):
-    monkeypatch.setattr(launching, "GRACE_SECONDS", 0.5)
+def test_one_that_is_killed_or_stopped_ends_the_other_with_its_name(ended, number, grace_seconds, capfd, monkeypatch):
+    monkeypatch.setattr(launching, "GRACE_SECONDS", grace_seconds)
     monkeypatch.delenv(start.QUIET, raising=False)  # which jax sets in this process
     assert launching.launch([sys.executable, "-c", PROGRAM, f"{number} {ended}"], 2) in (7, 137)
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"[{1 - ended}] ")]
