@@ -4,6 +4,7 @@ A value is JSON under a key of the service, and signed. The heartbeats of the se
 a process that is busy is not taken for lost, one that is killed or stopped is.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import hmac
@@ -172,13 +173,11 @@ class Store:
     def _watch(self) -> None:
         """See again and again which processes live."""
         while not self._is_closing:
-            try:
-                live = self._live()
+            with contextlib.suppress(RuntimeError):  # if the service has gone, `_listen` notices, too
+                missing = {*range(self.num_processes)} - self._live()
                 self._hear()
-            except RuntimeError:  # the service has gone, which `_listen` notices, too
-                return
-            for process_id in {*range(self.num_processes)} - live - self._ended():
-                self._lose(process_id)
+                for process_id in missing - self._ended():
+                    self._lose(process_id)
             time.sleep(POLL_SECONDS)
 
     def _listen(self) -> None:

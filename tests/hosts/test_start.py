@@ -89,14 +89,22 @@ def test_one_that_is_killed_or_stopped_ends_the_other_with_its_name(ended, numbe
     assert said[2:] == [f"[{1 - ended}] process {ended} has gone"]  # and no trace of C++
 
 
-def test_options_come_before_the_environment():
-    environment = {"JAXFT_COORDINATOR": "a:1", "JAXFT_NUM_PROCESSES": "4", "JAXFT_PROCESS_ID": "3"}
-    assert find_place({}, environment) == Place("a:1", 4, 3)
-    assert find_place({"coordinator": "b:2", "process_id": 0}, environment) == Place("b:2", 4, 0)
+THREE = {"JAXFT_COORDINATOR": "a:1", "JAXFT_NUM_PROCESSES": "4", "JAXFT_PROCESS_ID": "3"}
 
 
-def test_a_process_of_its_own_has_no_place():
-    assert find_place({"coordinator": None, "num_processes": None, "process_id": None}, {"SLURM_JOB_ID": "7"}) is None
+@pytest.mark.parametrize(
+    ("options", "environment", "place"),
+    [
+        ({}, THREE, Place("a:1", 4, 3)),
+        ({"coordinator": "b:2", "process_id": 0}, THREE, Place("b:2", 4, 0)),  # options come before the environment
+        ({"coordinator": None, "num_processes": None, "process_id": None}, {"SLURM_JOB_ID": "7"}, None),
+        ({"coordinator": "a:1", "num_processes": "1", "process_id": "0"}, {}, None),
+        ({"num_processes": "1"}, {"SLURM_STEP_NUM_TASKS": "4"}, None),  # tasks of a cluster that are runs of their own
+        ({}, {"SLURM_STEP_NUM_TASKS": "4", "JAXFT_NUM_PROCESSES": "1"}, None),
+    ],
+)
+def test_options_and_environment_say_which_process_this_is(options, environment, place):
+    assert find_place(options, environment) == place
 
 
 IN_KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
@@ -150,32 +158,18 @@ def test_a_machine_with_tpus_may_be_one_of_several(monkeypatch, tmp_path):
         assert find_place({}, {}) == place
 
 
-def test_one_process_by_name_is_alone():
-    assert find_place({"coordinator": "a:1", "num_processes": "1", "process_id": "0"}, {}) is None
-
-
-def test_tasks_of_a_cluster_may_be_runs_of_their_own():
-    environment = {"SLURM_STEP_NUM_TASKS": "4"}
-    assert find_place({"num_processes": "1"}, environment) is None
-    assert find_place({}, environment | {"JAXFT_NUM_PROCESSES": "1"}) is None
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"coordinator": "a:1"}, "--num-processes and --process-id are missing: give all three"),
         ({"coordinator": "a:1", "process_id": 0}, "--num-processes is missing: give all three"),
         ({"num_processes": 2, "process_id": 0}, "--coordinator is missing: give all three"),
+        ({"coordinator": "a:1", "num_processes": "two", "process_id": 0}, "num_processes is 'two'; wanted a whole"),
     ],
 )
-def test_a_part_of_the_options_is_refused(options, said):
+def test_options_that_are_missing_or_no_numbers_are_refused(options, said):
     with pytest.raises(HostsError, match=said):
         find_place(options, {})
-
-
-def test_a_count_that_is_no_number_is_refused():
-    with pytest.raises(HostsError, match="num_processes is 'two'; wanted a whole number"):
-        find_place({}, {"JAXFT_COORDINATOR": "a:1", "JAXFT_NUM_PROCESSES": "two", "JAXFT_PROCESS_ID": "0"})
 
 
 def test_slurm_says_where_process_0_is(monkeypatch):

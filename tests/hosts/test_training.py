@@ -1,8 +1,13 @@
-"""Two processes train what one trains: the same tokens, gradients and checkpoints."""
+"""Two processes train what one trains: the same tokens, gradients and checkpoints.
+
+A signal ends both, and what they cannot share is refused. That they evaluate what one evaluates follows: the episodes
+are shared in the same way.
+"""
 
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +20,7 @@ from jaxft.models.load import load_merged
 from tests.faults.compare import differences
 
 AGENT = """
-import os
+import asyncio, os, signal
 import jaxft
 
 own = os.environ.get("JAXFT_PROCESS_ID", "0")
@@ -28,6 +33,10 @@ class AgentConfig(jaxft.WorkflowConfig, name="trained_agent"):
 async def trained_agent(config, builder):
     llm = await builder.get_llm(config.llm)
     async def run(row):
+        if row["question"] == os.environ.get("STOPPED"):
+            if jaxft.episode().generation == 0:  # a second signal ends a process at once
+                os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(60)
         reply = await llm.chat([{"role": "user", "content": row["question"]}], max_tokens=8)
         counts[own] = counts.get(own, 0) + len(reply.token_ids)
         return sum(token % 2 for token in reply.token_ids) / 8
@@ -130,3 +139,30 @@ def test_two_processes_train_what_one_trains(folder):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "checkpoint 3 is damaged and is passed over" in ended.stdout and damaged.name in ended.stdout
     assert "continuing from checkpoint 2" in ended.stdout
+
+
+EVAL = ("eval", "--config-file", "run.yml", "--temperature", "own", "--num-generations", "3")
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_ends_all_with_its_code(folder):
+    ended = jaxft(folder, *EVAL, STOPPED="b")
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stdout
+    for process in "01":
+        assert f"[{process}] jaxft: terminated" in ended.stdout, ended.stdout
+
+
+@pytest.mark.slow
+def test_what_differs_is_named(folder):
+    """Each process takes the seed of its number."""
+    ended = jaxft(folder, *EVAL, "--set", "finetuning.seed=${JAXFT_PROCESS_ID}")
+    assert ended.returncode == 2
+    assert "finetuning.seed is 1 in process 1, and 0 in process 0: give all the same" in ended.stdout
+
+
+@pytest.mark.slow
+def test_more_processes_than_examples_are_refused(folder):
+    (folder / "rows.jsonl").write_text('{"question": "a"}\n')
+    ended = jaxft(folder, "finetune", "--config-file", "run.yml")
+    assert ended.returncode == 2
+    assert "2 processes cannot share" in ended.stdout
