@@ -215,7 +215,7 @@ def _config_of_process(config: Config) -> Config:
     if group.is_first:
         return config
 
-    finetuning = config.finetuning.model_copy(update={"loggers": []})
+    finetuning = config.finetuning.model_copy(update={"loggers": ()})
     llms = {name: llm.with_higher_port(group.process_id) for name, llm in config.llms.items()}
     return config.model_copy(update={"finetuning": finetuning, "llms": llms})
 

@@ -134,49 +134,37 @@ def test_a_teacher_scores_the_tokens_of_all(tmp_path):
     check_the_same(tmp_path)
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """One that many can connect to at once."""
-
-    request_queue_size = 128
+ADDRESSES: set[str] = set()
+"""Where the agent asked for tokens."""
 
 
-class TwoTurns(http.server.BaseHTTPRequestHandler):
-    """An agent at an address."""
+class Agent(http.server.BaseHTTPRequestHandler):
+    """An agent at an address, which asks twice."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        ADDRESSES.add(asked["base_url"].split("/e/")[0])
+        url, json_type = asked["base_url"] + "/chat/completions", {"content-type": "application/json"}
         messages, points = [], 0
         for _ in range(2):
             messages.append({"role": "user", "content": asked["example"]["question"]})
-            answer = ask(asked, messages)
-            messages.append({"role": "assistant", "content": answer})
-            points += len(answer.encode()) % 4
-        body = json.dumps(points).encode()
+            body = json.dumps({"model": asked["model"], "messages": messages, "max_tokens": 6}).encode()
+            with urllib.request.urlopen(urllib.request.Request(url, body, json_type)) as response:
+                messages.append(json.load(response)["choices"][0]["message"])
+            points += len(messages[-1]["content"].encode()) % 4
         self.send_response(200)
         self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(json.dumps(points).encode())
 
     def log_message(self, *arguments: Any) -> None:
         """Not into the output of the tests."""
 
 
-ADDRESSES: set[str] = set()
-"""Where the agent asked for tokens."""
-
-
-def ask(asked: dict[str, Any], messages: list[dict[str, str]]) -> str:
-    ADDRESSES.add(asked["base_url"].split("/e/")[0])
-    body = json.dumps({"model": asked["model"], "messages": messages, "max_tokens": 6}).encode()
-    url = asked["base_url"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, {"content-type": "application/json"})) as response:
-        return str(json.load(response)["choices"][0]["message"]["content"])
-
-
 @pytest.mark.long
 def test_an_agent_at_an_address_reaches_the_process_of_its_episode(tmp_path):
-    with Server(("127.0.0.1", 0), TwoTurns) as server:
+    http.server.ThreadingHTTPServer.request_queue_size = 128  # many connect at once
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Agent) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         configuration(
             tmp_path, "grpo", SGD, workflow={"_type": "http_agent", "url": f"http://127.0.0.1:{server.server_port}"}
