@@ -101,14 +101,16 @@ class Store:
         self._hearing, self._losing = threading.Lock(), threading.Lock()
         self._lost: int | None = None
         self._is_closing = self._ends_with_error = False
+        self._leaving = threading.Event()
+        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._watch, self._listen)]
 
     def connect(self, client: Any) -> None:
         """Use a client of JAX's coordination service, and start the threads."""
         self._client = client
         if self.process_id > 0:
             _when_aborted(self._on_abort)
-        for target in (self._watch, self._listen):
-            threading.Thread(target=target, name=f"jaxft hosts {target.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
 
     def share(self, name: str, value: Any) -> list[Any]:
         """Return the value that each process gives under this name, in the order of the processes.
@@ -161,10 +163,16 @@ class Store:
         self._ends_with_error |= has_failed
         self._tell(end=FAILED if has_failed else ENDED)
         deadline = time.monotonic() + (float("inf") if within_seconds is None else within_seconds)
-        while self.process_id == 0 and self._lost is None and time.monotonic() < deadline:
-            if len(self._ended()) == self.num_processes and len(self._live()) == 1:  # the service ends last
-                return
+        is_first = self.process_id == 0
+        while is_first and self._lost is None and len(self._ended()) < self.num_processes:
+            if time.monotonic() > deadline:
+                break
             time.sleep(POLL_SECONDS / 5)
+        self._leaving.set()
+        for thread in self._threads:  # one that came back from C++ after the end of the interpreter would abort
+            thread.join(HEARTBEAT_SECONDS)
+        while is_first and len(self._ended()) == self.num_processes and len(self._live()) > 1:
+            time.sleep(POLL_SECONDS / 5)  # the service ends last
 
     def _live(self) -> set[int]:
         """Return the processes that live and are connected, once each of them has asked for it."""
@@ -172,24 +180,22 @@ class Store:
 
     def _watch(self) -> None:
         """See again and again which processes live."""
-        while not self._is_closing:
+        while not self._leaving.wait(POLL_SECONDS):
             with contextlib.suppress(RuntimeError):  # if the service has gone, `_listen` notices, too
                 missing = {*range(self.num_processes)} - self._live()
                 self._hear()
                 for process_id in missing - self._ended():
                     self._lose(process_id)
-            time.sleep(POLL_SECONDS)
 
     def _listen(self) -> None:
         """Hear again and again of the ends of other processes, and of their signals."""
-        while True:
+        while not self._leaving.wait(POLL_SECONDS):
             try:
                 self._hear()
             except RuntimeError:
-                if self.process_id > 0 and not self._is_closing:
+                if self.process_id > 0 and not self._leaving.is_set():
                     self._lose(0)
                 return
-            time.sleep(POLL_SECONDS)
 
     def _hear(self) -> None:
         with self._hearing:
