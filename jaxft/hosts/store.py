@@ -240,7 +240,8 @@ class Store:
     def _tell(self, **news: Any) -> None:
         self._own_news |= news
         place = f"{NEWS}/values/{self.process_id}"
-        self._client.key_value_set(place, sealed(self._own_news, f"{self._run}/{place}"), allow_overwrite=True)
+        with contextlib.suppress(RuntimeError):  # if the service has gone, nobody hears of it any more
+            self._client.key_value_set(place, sealed(self._own_news, f"{self._run}/{place}"), allow_overwrite=True)
 
     def _has(self, key: str) -> bool:
         """Wait a moment for a key of the service, and return True if it is there."""
