@@ -29,10 +29,9 @@ from jaxft.harness.evaluators import (
     to_scalar,
     weighted_sum_faults,
 )
-from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes
+from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes, part_of_process
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
-from jaxft.hosts.group import process_group
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode, outside_calls, recording
 
 OLD_SECONDS = 10.0
@@ -108,10 +107,8 @@ class Evaluation:
         self._evaluators = {name: each for name, each in bound.items() if not each.is_group}
         self._group_evaluators = {name: each for name, each in bound.items() if each.is_group}
         self.reward_name = reward_name
-        self._processes = process_group()
-        of_process = -(-max_concurrency // self._processes.num_processes)
-        self._slots = asyncio.Semaphore(of_process)
-        self._group_slots = asyncio.Semaphore(of_process)
+        self._slots = asyncio.Semaphore(part_of_process(max_concurrency))
+        self._group_slots = asyncio.Semaphore(part_of_process(max_concurrency))
         self._seed = seed
         self._timeout_seconds = timeout_seconds
         self._episodes: set[asyncio.Task[Any]] = set()
@@ -195,7 +192,7 @@ class Evaluation:
         group_tasks: list[asyncio.Task[Any]] = []
         records: list[Episode] = []
         own_tasks: dict[tuple[int, int], asyncio.Task[EpisodeOutcome]] = {}
-        shared = SharedOutcomes(self._processes)
+        shared = SharedOutcomes()
         for number, item in enumerate(items):
             identity = self._seed, stream, rollout_index, item.id
             record = partial(Episode, *identity, temperature=temperature, server_url=self._server_url)
@@ -216,7 +213,7 @@ class Evaluation:
             if group is not None:
                 group.wait_for(tasks)
                 group_tasks.append(group.evaluating)
-        if not self._processes.is_alone:
+        if shared.is_needed:
             self._num_shared += 1
             name = f"episodes {stream}, {rollout_index}, {self._num_shared}"
             before = self.supervisor.num_abandoned, outside_calls()

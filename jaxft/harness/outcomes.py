@@ -16,7 +16,7 @@ from jaxft.errors import HostsError, PolicyError, one_line
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import Score, Scores
 from jaxft.harness.steps import EpisodeSteps
-from jaxft.hosts.group import ProcessGroup
+from jaxft.hosts.group import ProcessGroup, process_group
 from jaxft.rollout.calls import Call, RemoteCall
 from jaxft.rollout.recorder import Candidates, Episode
 
@@ -77,10 +77,15 @@ class EpisodeOutcome:
 class SharedOutcomes:
     """The outcomes of one collection of episodes, from all processes."""
 
-    def __init__(self, group: ProcessGroup) -> None:
-        """Share with the processes of a group, in which each runs the episodes of every n-th example."""
-        self._group = group
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        """Share with the processes of a group, by default the run's; each runs the episodes of every n-th example."""
+        self._group = process_group() if group is None else group
         self._given: asyncio.Future[dict[tuple[int, int], Any]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_needed(self) -> bool:
+        """True if there are other processes."""
+        return not self._group.is_alone
 
     def is_own(self, number: int) -> bool:
         """Return True if this process runs the episodes of an example."""
@@ -144,6 +149,11 @@ class SharedOutcomes:
         output = given["output"]
         item = item.model_copy(update={"output_obj": output, "trajectory": EpisodeSteps(episode, output)})
         return EpisodeOutcome(item, episode, **{name: given[name] for name in RESULTS})
+
+
+def part_of_process(number: int) -> int:
+    """Return the part of a number of episodes, rounded up, that each process of the run has."""
+    return -(-number // process_group().num_processes)
 
 
 def _as_json(outcome: EpisodeOutcome | BaseException) -> Any:
