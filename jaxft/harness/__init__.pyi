@@ -7,7 +7,13 @@ from .addresses import (
 from .checkpointing import (
     changes_of as changes_of,
 )
+from .commands import (
+    open_models as open_models,
+)
 from .config import (
+    EvalConfig as EvalConfig,
+    EvalGeneralConfig as EvalGeneralConfig,
+    ValidationConfig as ValidationConfig,
     resolved_yaml as resolved_yaml,
     secrets_of as secrets_of,
 )
@@ -25,7 +31,11 @@ from .config_merge import (
 from .isolation import (
     WorkerPool as WorkerPool,
 )
+from .process import (
+    prepare_process as prepare_process,
+)
 from .registry import (
+    ComponentConfig as ComponentConfig,
     REGISTRY as REGISTRY,
 )
 from .runtime import (
@@ -33,7 +43,11 @@ from .runtime import (
     config_of as config_of,
     exit_code_of as exit_code_of,
 )
+from .session import (
+    resume_command as resume_command,
+)
 from .signals import (
+    Shutdown as Shutdown,
     current_shutdown as current_shutdown,
 )
 from .strict_yaml import (

@@ -14,12 +14,10 @@ from langchain_core.runnables import Runnable
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field
 
+from jaxft import ChatClient, ChatRequest, Episode, Reply, named_function
 from jaxft.errors import PolicyError
 from jaxft.nat.live import find_or_begin_episode, function_path, live_policy
-from jaxft.rollout.calls import Reply, logprobs_with_record, openai_logprobs
-from jaxft.rollout.chat_request import ChatRequest
-from jaxft.rollout.client import ChatClient
-from jaxft.rollout.recorder import Episode, find_episode, named_function, recording
+from jaxft.rollout import find_episode, logprobs_with_record, openai_logprobs, recording
 
 ARGUMENTS = {each.name for each in fields(ChatRequest)} | {"max_completion_tokens"}
 ARGUMENTS -= {"messages", "n", "stop", "include_stop", "top_logprobs"}

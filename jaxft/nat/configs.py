@@ -11,16 +11,16 @@ from nat.data_models.finetuning import TrainerAdapterConfig, TrainerConfig, Traj
 from nat.data_models.llm import LLMBaseConfig
 from pydantic import BaseModel, Field, create_model, model_validator
 
-from jaxft.errors import did_you_mean
-from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.registry import ComponentConfig
-from jaxft.shipped.configs import (
+from jaxft import (
     DPOTrainerConfig,
+    FinetuneConfig,
     GRPOTrainerConfig,
     GRPOTrajectoryBuilderConfig,
     LocalPolicyConfig,
     LocalTrainerAdapterConfig,
 )
+from jaxft.errors import did_you_mean
+from jaxft.harness import ComponentConfig
 
 
 class _PolicyOptions(LLMBaseConfig):
@@ -59,6 +59,10 @@ def _with_fields(base: type[BaseModel], own: type[BaseModel], names: Iterable[st
     return create_model(base.__name__, __base__=base, **fields)
 
 
+OWN: dict[type[BaseModel], type[ComponentConfig]] = {}
+"""The configuration class of jaxft's own component for each of the toolkit's."""
+
+
 def own_config(config: BaseModel, own: type[ComponentConfig]) -> ComponentConfig:
     """Return the configuration of jaxft's own component with the fields that the toolkit's component was given."""
     given = {name: value for name, value in dict(config).items() if name in config.model_fields_set}
@@ -82,7 +86,7 @@ def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type
 
     fields = [field for field in own.model_fields if field != "reward"]
     before: Any = model_validator(mode="before")
-    return create_model(
+    made = create_model(
         class_name,
         __base__=_with_fields(base, own, fields),
         __module__=__name__,
@@ -93,6 +97,8 @@ def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type
         },
         __cls_kwargs__={"name": name},
     )
+    OWN[made] = own
+    return made
 
 
 _Policy = _with_fields(_PolicyOptions, FinetuneConfig, ["seed"])
@@ -106,12 +112,3 @@ BuilderConfig = _toolkit_config(
 )
 GRPOConfig = _toolkit_config("GRPOConfig", "jaxft_trainer", _Trainer, GRPOTrainerConfig)
 DPOConfig = _toolkit_config("DPOConfig", "jaxft_dpo_trainer", _Trainer, DPOTrainerConfig)
-
-OWN: dict[type[BaseModel], type[ComponentConfig]] = {
-    PolicyConfig: LocalPolicyConfig,
-    AdapterConfig: LocalTrainerAdapterConfig,
-    BuilderConfig: GRPOTrajectoryBuilderConfig,
-    GRPOConfig: GRPOTrainerConfig,
-    DPOConfig: DPOTrainerConfig,
-}
-"""The configuration class of jaxft's own component for each of the toolkit's."""

@@ -11,9 +11,9 @@ from nat.data_models import finetuning as toolkit
 from pydantic import Field
 
 import jaxft
-from jaxft.harness.registry import REGISTRY
+from jaxft.harness import REGISTRY
 from jaxft.nat.live import toolkit_episodes
-from jaxft.training.rows import with_recorded_sequences
+from jaxft.training import with_recorded_sequences
 
 OWN = "jaxft"
 """Key, in the metadata of a trajectory of the toolkit, of the fields that only jaxft's have."""

@@ -17,10 +17,9 @@ from typing import Any
 
 from nat.builder.context import ContextState
 
+from jaxft import ChatClient, Episode, EvalInputItem
 from jaxft.errors import ComponentError
-from jaxft.harness.data_models import EvalInputItem
-from jaxft.rollout.client import ChatClient
-from jaxft.rollout.recorder import TRAINING, Episode, find_episode
+from jaxft.rollout import TRAINING, find_episode
 
 _policies: dict[str, ChatClient] = {}
 """Live policies by model name."""

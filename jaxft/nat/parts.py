@@ -24,8 +24,7 @@ from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 
 import jaxft
 from jaxft.errors import ConfigError, Stopped
-from jaxft.harness.session import resume_command
-from jaxft.harness.signals import Shutdown
+from jaxft.harness import Shutdown, resume_command
 from jaxft.nat.foreign import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
 from jaxft.nat.live import toolkit_episodes
 from jaxft.nat.run import Run, open_parts, open_run, open_run_or_none
@@ -150,9 +149,9 @@ class JaxftTrainer(Trainer):
 
     def __init__(self, trainer_config: Any, **kwargs: Any) -> None:
         super().__init__(trainer_config, **kwargs)
-        self._run: Run | None = None
         self._closing = AsyncExitStack()
-        self._own: jaxft.Trainer | None = None
+        self._session: jaxft.Session | None = None
+        self._trainer: jaxft.Trainer | None = None
         self._statuses: list[TrainingJobStatus] = []
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
@@ -164,26 +163,21 @@ class JaxftTrainer(Trainer):
             trajectory_builder=self.trajectory_builder,
             trainer_adapter=self.trainer_adapter,
         )
-        self._run = await self._closing.enter_async_context(opened)
+        self._session = (await self._closing.enter_async_context(opened)).session
         try:
             await super().initialize(run_config)
-            await self.own()
+            self._trainer = await self._session.trainer()
+            await self._trainer.initialize(self._session.config.finetuning)
         except BaseException:
             await self.cleanup()
             raise
 
-    async def own(self) -> jaxft.Trainer:
-        """Return jaxft's trainer."""
-        if self._own is None:
-            self._own = await self._open.session.trainer()
-            await self._own.initialize(self._open.session.config.finetuning)
-        return self._own
-
     @property
-    def _open(self) -> Run:
-        if self._run is None:
+    def own(self) -> jaxft.Trainer:
+        """jaxft's trainer."""
+        if self._trainer is None:
             raise RuntimeError(UNINITIALIZED)
-        return self._run
+        return self._trainer
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Train for `finetuning.num_epochs`, export the model, and return the last status of each job.
@@ -192,7 +186,9 @@ class JaxftTrainer(Trainer):
             JaxftError: the run failed; `nat finetune` then ends with exit code 1.
             CancelledError: a signal ended the run, which was saved; the process ends with its exit code.
         """
-        session, shutdown = self._open.session, Shutdown()
+        session, shutdown = self._session, Shutdown()
+        if session is None:
+            raise RuntimeError(UNINITIALIZED)
         shutdown.resume_command = resume_command.get()
         try:
             with shutdown.installed():
@@ -218,12 +214,12 @@ class JaxftTrainer(Trainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect trajectories and submit them as a job; None if there was nothing to submit."""
-        ref = await (await self.own()).run_epoch(epoch, run_id)
+        ref = await self.own.run_epoch(epoch, run_id)
         return None if ref is None else TrainingJobRef.model_validate(ref.model_dump())
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         """Return the validation's mean, minimum and maximum reward, and its number of examples."""
-        return await (await self.own()).run_validation_evaluation(epoch, run_id)
+        return await self.own.run_validation_evaluation(epoch, run_id)
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
         """Return `{run_id, total_epochs, jobs}` with the reference and the status of each job."""
@@ -240,16 +236,12 @@ class JaxftTrainer(Trainer):
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
         """Return the groups that the curriculum chooses for an epoch."""
-        if self._own is None:
-            raise RuntimeError(UNINITIALIZED)
-        chosen = self._own.apply_curriculum_learning(from_toolkit_collection(trajectory_collection), epoch)
+        chosen = self.own.apply_curriculum_learning(from_toolkit_collection(trajectory_collection), epoch)
         return to_toolkit_collection(chosen)
 
     def get_curriculum_state(self) -> dict[str, Any]:
         """Return the state of the curriculum."""
-        if self._own is None:
-            raise RuntimeError(UNINITIALIZED)
-        return self._own.get_curriculum_state()
+        return self.own.get_curriculum_state()
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Append the metrics to `trainer_progress.jsonl`; a run writes its own files as it goes."""
@@ -258,7 +250,7 @@ class JaxftTrainer(Trainer):
 
     async def cleanup(self) -> None:
         """Close the run: the policy, the workflow, the logs."""
-        self._run = self._own = None
+        self._session = self._trainer = None
         await self._closing.aclose()
 
 

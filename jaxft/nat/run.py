@@ -22,18 +22,18 @@ from nat.runtime.loader import PluginTypes, discover_and_register_plugins, load_
 from nat.utils.data_models.schema_validator import validate_schema
 from pydantic import BaseModel
 
-from jaxft.errors import ComponentError, ConfigError, RunDirectoryError
-from jaxft.harness.commands import open_models
-from jaxft.harness.config import Config, EvalConfig, EvalGeneralConfig, ValidationConfig
-from jaxft.harness.config_types import RewardFunctionConfig
-from jaxft.harness.data_models import FinetuneConfig
-from jaxft.harness.opening import open_session
-from jaxft.harness.process import prepare_process
-from jaxft.harness.registry import (
+from jaxft import (
+    ChatClient,
+    Config,
     EvaluatorConfig,
+    FinetuneConfig,
     LLMConfig,
+    RewardFunctionConfig,
+    Session,
+    open_session,
 )
-from jaxft.harness.session import Session
+from jaxft.errors import ComponentError, ConfigError, RunDirectoryError
+from jaxft.harness import EvalConfig, EvalGeneralConfig, ValidationConfig, open_models, prepare_process
 from jaxft.nat.chat_model import PolicyChatModel
 from jaxft.nat.configs import FINETUNING, OWN, PolicyConfig, own_config
 from jaxft.nat.foreign import ForeignAdapterConfig, ForeignBuilderConfig
@@ -45,7 +45,6 @@ from jaxft.nat.workflow import (
     described,
     in_one_task,
 )
-from jaxft.rollout.client import ChatClient
 
 FOLDER = "jaxft"
 """Folder in `finetuning.output_dir` that is jaxft's run directory; the toolkit's own files stand beside it."""

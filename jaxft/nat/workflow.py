@@ -29,11 +29,11 @@ from nat.runtime.session import SessionManager
 from pydantic import BaseModel, Field
 
 import jaxft
+from jaxft import DatasetConfig, Episode, EvaluatorConfig, WorkflowConfig, episode
 from jaxft.errors import ComponentError, DatasetError
-from jaxft.harness.config import secrets_of
-from jaxft.harness.registry import REGISTRY, DatasetConfig, EvaluatorConfig, WorkflowConfig
+from jaxft.harness import REGISTRY, secrets_of
 from jaxft.redaction import map_texts
-from jaxft.rollout.recorder import Episode, episode, recording
+from jaxft.rollout import recording
 
 T = TypeVar("T")
 
@@ -116,60 +116,46 @@ class CallsOnly(LangchainProfilerHandler):
         return True
 
 
+@dataclass(frozen=True)
 class ToolkitWorkflow:
     """The toolkit's workflow as a function of a dataset row.
 
     Attributes:
         builder: the toolkit's builder, which has the evaluators, too.
+        sessions: the sessions that run the workflow.
+        result_json_path: the part of a result that is the output.
+        one_user: True if all episodes have the same user.
+        with_chains: True if the steps have the nodes of LangChain's graphs, too.
     """
 
-    def __init__(
-        self,
-        builder: WorkflowEvalBuilder,
-        sessions: SessionManager,
-        result_json_path: str,
-        *,
-        one_user: bool,
-        with_chains: bool,
-    ) -> None:
-        """Take the parts of the toolkit.
-
-        Args:
-            builder: its builder.
-            sessions: the sessions that run the workflow.
-            result_json_path: the part of a result that is the output.
-            one_user: all episodes have the same user.
-            with_chains: the steps have the nodes of LangChain's graphs, too.
-        """
-        self.builder = builder
-        self._sessions = sessions
-        self._one_user = one_user
-        self._with_chains = with_chains
-        self._result_path = None if result_json_path == "$" else parse(result_json_path)
-        self._result_json_path = result_json_path
+    builder: WorkflowEvalBuilder
+    sessions: SessionManager
+    result_json_path: str
+    one_user: bool
+    with_chains: bool
 
     async def __call__(self, example: dict[str, Any]) -> Output:
         """Run the workflow on the input of the present episode, as the toolkit's evaluation does."""
         current = episode()
-        user = "jaxft" if self._one_user else f"jaxft {current.id}"
+        user = "jaxft" if self.one_user else f"jaxft {current.id}"
         try:
             return await self._run(current, user)
         finally:
-            if self._sessions.is_workflow_per_user and not self._one_user:
+            if self.sessions.is_workflow_per_user and not self.one_user:
                 # The toolkit would keep the workflow of each user, so of each episode, until it is idle for long.
-                kept = self._sessions._per_user_builders.pop(user, None)
-                if kept is not None:
-                    await kept.builder.__aexit__(None, None, None)
+                made = self.sessions._per_user_builders.pop(user, None)
+                if made is not None:
+                    await made.builder.__aexit__(None, None, None)
 
     async def _run(self, current: Episode, user: str) -> Output:
         async with (
-            self._sessions.session(user_id=user) as session,
+            self.sessions.session(user_id=user) as session,
             session.run(current.input_obj) as runner,
         ):
             steps: list[IntermediateStep] = []
             Context.get().intermediate_step_manager.subscribe(on_next=steps.append)
             # The runner restored the context that the workflow was built in, which may be another episode's.
-            if not self._with_chains and isinstance(callback_handler_var.get(), LangchainProfilerHandler):
+            if not self.with_chains and isinstance(callback_handler_var.get(), LangchainProfilerHandler):
                 callback_handler_var.set(CallsOnly())
             with recording(current):
                 result = await runner.result()
@@ -181,11 +167,11 @@ class ToolkitWorkflow:
         """Return the part of a result that `--result_json_path` names."""
         if isinstance(result, BaseModel):
             return result.model_dump_json(indent=2)
-        if self._result_path is None:
+        if self.result_json_path == "$":
             return result
-        found = self._result_path.find(result)
+        found = parse(self.result_json_path).find(result)
         if not found:
-            raise ValueError(f"'{self._result_json_path}' matches nothing in the output, {repr(result)[:100]}")
+            raise ValueError(f"'{self.result_json_path}' matches nothing in the output, {repr(result)[:100]}")
         return found[0].value
 
 

@@ -1,13 +1,17 @@
 """The public names of `jaxft.rollout`, each imported when it is first used; the outbuildings use no others."""
 
+from .calls import (
+    logprobs_with_record as logprobs_with_record,
+    openai_logprobs as openai_logprobs,
+)
+from .chat_request import (
+    MAX_CHOICES as MAX_CHOICES,
+)
 from .frameworks import (
     client_of as client_of,
 )
 from .language_model import (
     LanguageModel as LanguageModel,
-)
-from .chat_request import (
-    MAX_CHOICES as MAX_CHOICES,
 )
 from .messages import (
     MAX_TOOLS as MAX_TOOLS,
@@ -15,6 +19,7 @@ from .messages import (
 )
 from .recorder import (
     ENDPOINT as ENDPOINT,
+    TRAINING as TRAINING,
     episode_of_token as episode_of_token,
     find_episode as find_episode,
     is_episode_token as is_episode_token,

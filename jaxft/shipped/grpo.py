@@ -120,7 +120,7 @@ class GRPOTrainer(LoggedTrainer):
     def __init__(self, trainer_config: GRPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
         super().__init__(trainer_config, directory=directory, console=console)
         self._early_stop = EarlyStop(trainer_config.early_stop)
-        self._schedule: Schedule | None = None
+        self._schedule = Schedule(self._collect_epoch, self)  # until `run` makes that of its max_staleness
         self._restored_groups: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
@@ -168,7 +168,7 @@ class GRPOTrainer(LoggedTrainer):
         return GroupStream(self._collect_group, self, size=size, total=total, max_staleness=staleness, state=state)
 
     async def _run_epochs(self, num_epochs: int, *, is_validated: bool) -> list[TrainingJobStatus]:
-        assert self.trainer_adapter is not None and self._schedule is not None
+        assert self.trainer_adapter is not None
         while True:
             validations = len(self.log.validations)
             score = await self.validate(num_epochs)
@@ -196,7 +196,7 @@ class GRPOTrainer(LoggedTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect episodes and submit the groups that the curriculum keeps; None if nothing in them can be trained."""
-        assert self.trajectory_builder is not None and self._schedule is not None
+        assert self.trajectory_builder is not None
         message = self.log.console.message
         with self.collecting():
             collection = await self._schedule.take(epoch, run_id)
@@ -248,7 +248,6 @@ class GRPOTrainer(LoggedTrainer):
         Episodes that are sampled ahead end first, with the weights that they began with; those of a `GroupStream` go on
         with the newest.
         """
-        assert self._schedule is not None
         await self._schedule.prepare_validation()
 
     async def hold(self) -> None:
@@ -308,14 +307,13 @@ class GRPOTrainer(LoggedTrainer):
 
     def collection_state(self) -> dict[str, Any]:
         """Return the state before the collection that is sampled ahead, which a resumed run repeats."""
-        before = None if self._schedule is None else self._schedule.before
+        before = self._schedule.before
         return super().collection_state() if before is None else before
 
     def state(self) -> dict[str, Any]:
         """Return counters, histories, the rewards that early stopping compares, and open groups, for JSON."""
-        schedule = {} if self._schedule is None else self._schedule.state()
         own = {"early_stop": self._early_stop.state(), "skips_examples": self._skips_examples}
-        return {**super().state(), **own, **schedule}
+        return {**super().state(), **own, **self._schedule.state()}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Restore the state between two epochs; the configuration of early stopping may have changed."""

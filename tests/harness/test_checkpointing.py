@@ -508,22 +508,6 @@ def test_an_overwrite_that_fails_leaves_the_earlier_run(run_file, toy_events, ca
         assert epochs_logged() == [0, 1] and not Path("run/model").exists() and not Path("run/.earlier_run").exists()
 
 
-@pytest.mark.parametrize("options", [["--dataset", "nope.jsonl"], ["--set", "trainer_adapters.local.is_well=false"]])
-def test_a_start_that_failed_is_repeated_in_the_same_directory(run_file, capsys, options):
-    assert main([*run_file(), *options]) in (1, 2)
-    assert main(run_file()) == 0
-    assert epochs_logged() == [0, 1, 2, 3]
-
-
-def test_a_signal_before_the_first_checkpoint_brings_the_earlier_run_back(run_file, capsys):
-    assert main(run_file()) == 0
-    before = contents(Path("run"))
-    assert main([*run_file(checkpoints={"every": None}), "--overwrite", "--set", "trainers.loop.stop_in=0"]) == 143
-    shown = capsys.readouterr()
-    assert "the earlier run of run is back" in shown.out and "go on with" not in shown.err
-    assert contents(Path("run")) == before
-
-
 def killed(arguments, at):
     """The exit code of a process of the command line that kills itself at a named point."""
     program = (

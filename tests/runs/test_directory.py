@@ -95,13 +95,6 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
     assert (tmp_path / "elsewhere" / "weights").read_text() == "mine"
 
 
-def test_a_session_that_ends_well_but_has_trained_nothing_removes_no_earlier_run(tmp_path):
-    before = trained(tmp_path, 1)
-    with RunDirectory.create(tmp_path, overwrite=True) as second:
-        second.write_text("config.yml", "new")
-    assert files(tmp_path) == before
-
-
 def test_overwriting_spares_what_no_run_made(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     for _ in range(2):  # the refusal leaves no mark that would let the second try through
@@ -288,12 +281,6 @@ def test_a_file_that_is_not_json_is_named(directory):
     directory.write_text("result.json", "{")
     with pytest.raises(ValueError, match=re.escape(f"'{directory.path / 'result.json'}' is not JSON")):
         directory.read_json("result.json")
-
-
-def test_rows_are_appended_and_flushed(directory):
-    for step in range(2):
-        directory.append_jsonl("rows.jsonl", {"step": step, "text": "line\nfeed"})
-        assert len(directory.file("rows.jsonl").read_text().splitlines()) == step + 1
 
 
 def test_a_non_finite_figure_becomes_null_and_is_named(directory):

@@ -76,15 +76,6 @@ def test_the_judge_is_asked_once_about_an_answer_and_gives_its_reason():
     assert (scored.score, scored.reasoning, scored.error) == (None, "I cannot say", None)
 
 
-def test_the_default_prompt_names_the_scale():
-    llm = Listener("1")
-    asyncio.run(make_judge(llm, temperature=None)(ITEM))
-    ((messages, options),) = llm.asked
-    assert options == {}
-    content = messages[0]["content"]
-    assert "Question: 2 + 2?\n" in content and "from 0 (wrong) to 1 (right)." in content
-
-
 def test_a_reply_without_a_number_is_not_usable_and_a_failing_judge_is_a_failure(make_items):
     async def agent(example):
         return example["name"]
