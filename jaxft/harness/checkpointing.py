@@ -110,7 +110,7 @@ class Checkpointing:
         Raises:
             RestoreError: the checkpoint was made with other examples, or another order of them.
         """
-        self._dataset_sha256 = await asyncio.to_thread(digest_of, items)
+        self._dataset_sha256 = await asyncio.to_thread(dataset_digest, items)
         # Checkpoints of earlier versions do not have it.
         before = None if self.found is None else self.found.state.get("dataset_sha256")
         if self.found is not None and before not in (None, self._dataset_sha256):
@@ -357,11 +357,11 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 
-def digest_of(items: Iterable[EvalInputItem]) -> str:
+def dataset_digest(items: Iterable[EvalInputItem]) -> str:
     """Return the sha256 of examples in order; of a value that JSON cannot hold, only the type counts.
 
     >>> item = EvalInputItem(id="0", input_obj="1+1", full_dataset_entry={"question": "1+1"})
-    >>> digest_of([item])[:8], digest_of([item.model_copy(update={"id": "1"})])[:8]
+    >>> dataset_digest([item])[:8], dataset_digest([item.model_copy(update={"id": "1"})])[:8]
     ('c72295e1', '597b8800')
     """
     digest = hashlib.sha256()

@@ -32,12 +32,12 @@ from jaxft.harness.config_merge import (
     ConfigErrors,
     escape_fields,
     expanded,
-    layers_of,
     literal,
-    located,
+    merge_with_base,
     override,
     read_layers,
     with_fields_expanded,
+    with_folder,
 )
 from jaxft.harness.config_types import (
     REFERENCE_SECTIONS,
@@ -45,8 +45,8 @@ from jaxft.harness.config_types import (
     InputPath,
     OutputPath,
     config_error,
-    jsonpath_of,
-    kind_of,
+    kind_in_words,
+    parse_json_path,
 )
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
@@ -82,7 +82,7 @@ AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], chosen_by_type(TrainerConf
 
 def _json_path(text: str) -> str:
     try:
-        jsonpath_of(text)
+        parse_json_path(text)
     except JSONPathError as error:
         raise config_error(f"is no JSON path: {' '.join(str(error).split())}") from None
     return text
@@ -292,15 +292,15 @@ def _dataset(path: Path, before: Any, section: str, faults: ConfigErrors) -> dic
         faults.add(f"{section}.dataset", str(error))
         return {}
     fields = before if isinstance(before, dict) else {}
-    kept = {name: fields[name] for name in ("id_key", "structure") if name in fields}
-    return located({name: literal(value) for name, value in named.items()}, Path.cwd()) | kept
+    names = {name: fields[name] for name in ("id_key", "structure") if name in fields}
+    return with_folder({name: literal(value) for name, value in named.items()}, Path.cwd()) | names
 
 
 def config_from_mapping(
     mapping: Mapping[str, Any], *, base_dir: str | Path, overrides: Sequence[tuple[str, str]] = ()
 ) -> Config:
     """Make a configuration from a mapping, like `load_config` from a file; paths are relative to `base_dir`."""
-    return _config(layers_of(mapping, Path(base_dir).absolute()), overrides, "the configuration", ConfigErrors())
+    return _config(merge_with_base(mapping, Path(base_dir).absolute()), overrides, "the configuration", ConfigErrors())
 
 
 def validation_config(config: Config) -> Config:
@@ -431,7 +431,7 @@ def _message(details: ErrorDetails) -> str:
     if details["type"] == "fault":
         return details["msg"]
     if details["type"] in ("model_type", "dict_type"):
-        return f"must be a mapping (holds {kind_of(details['input'])})"
+        return f"must be a mapping (holds {kind_in_words(details['input'])})"
     message = details["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be", 1)
     is_about_kind = details["type"].endswith(("_type", "_parsing"))
-    return f"{message} (holds {kind_of(details['input'])})" if is_about_kind else message
+    return f"{message} (holds {kind_in_words(details['input'])})" if is_about_kind else message

@@ -25,7 +25,7 @@ from typing import Any
 
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path, safe_name
-from jaxft.harness.config_types import ConfigText, kind_of
+from jaxft.harness.config_types import ConfigText, kind_in_words
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
@@ -75,9 +75,9 @@ def read_layers(path: Path) -> dict[str, Any]:
     return _read(home_path(path), ())
 
 
-def layers_of(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def merge_with_base(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Merge a mapping over the files it inherits, like `read_layers`; its paths and `base` are relative to `folder`."""
-    return _with_base(located(mapping, folder), folder, "the configuration", ())
+    return _with_base(with_folder(mapping, folder), folder, "the configuration", ())
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
         raise ConfigError([f"{path}:{line}: not UTF-8"]) from None
     mapping = parse_yaml(text, str(path))
     if not isinstance(mapping, dict):
-        raise ConfigError([f"{path}:1: wants a mapping of sections, holds {kind_of(mapping)}"])
-    return _with_base(located(mapping, resolved.parent), resolved.parent, str(path), (*chain, resolved))
+        raise ConfigError([f"{path}:1: wants a mapping of sections, holds {kind_in_words(mapping)}"])
+    return _with_base(with_folder(mapping, resolved.parent), resolved.parent, str(path), (*chain, resolved))
 
 
 def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[Path, ...]) -> dict[str, Any]:
@@ -108,38 +108,38 @@ def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[
         return mapping
     base = mapping.pop("base")
     if not isinstance(base, str):
-        raise ConfigError([f"{source}: base: wants the path of a YAML file, holds {kind_of(base)}"])
+        raise ConfigError([f"{source}: base: wants the path of a YAML file, holds {kind_in_words(base)}"])
     faults = ConfigErrors()
     base = _with_variables(base, "base", faults)
     if faults:
         raise ConfigError(faults.lines(), source)
-    return merged(_read(folder / home_path(base), chain), mapping)
+    return merge(_read(folder / home_path(base), chain), mapping)
 
 
-def located(value: Any, folder: Path) -> Any:
+def with_folder(value: Any, folder: Path) -> Any:
     """Return the value with every text as a `ConfigText` of this folder."""
     if isinstance(value, str):
         return ConfigText(value, folder)
     if isinstance(value, Mapping):
-        return {str(key): located(inner, folder) for key, inner in value.items()}
+        return {str(key): with_folder(inner, folder) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [located(inner, folder) for inner in value]
+        return [with_folder(inner, folder) for inner in value]
     return value
 
 
-def merged(below: Any, above: Any) -> Any:
+def merge(below: Any, above: Any) -> Any:
     """Merge two maps key by key; any other value of `above`, and a component of another type, replaces that of `below`.
 
-    >>> merged({"a": {"x": 1, "y": [1, 2]}}, {"a": {"y": [3]}, "b": 2})
+    >>> merge({"a": {"x": 1, "y": [1, 2]}}, {"a": {"y": [3]}, "b": 2})
     {'a': {'x': 1, 'y': [3]}, 'b': 2}
-    >>> merged({"a": {"_type": "one", "x": 1}, "b": {"_type": "two"}}, {"a": {"_type": "two"}, "b": None})
+    >>> merge({"a": {"_type": "one", "x": 1}, "b": {"_type": "two"}}, {"a": {"_type": "two"}, "b": None})
     {'a': {'_type': 'two'}}
     """
     if not (isinstance(below, dict) and isinstance(above, dict)):
         return above
     if "_type" in below and above.get("_type", below["_type"]) != below["_type"]:
         return above
-    both = {key: merged(value, above[key]) if key in above else value for key, value in below.items()}
+    both = {key: merge(value, above[key]) if key in above else value for key, value in below.items()}
     removed = {key for key, value in below.items() if _is_component(value) and both[key] is None}
     new = {key: value for key, value in above.items() if key not in below}
     return {key: value for key, value in both.items() if key not in removed} | new
@@ -156,7 +156,7 @@ def override(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], faul
     """
     for path, text in overrides:
         try:
-            value = located(parse_yaml(text, f"--set {path}"), Path.cwd())
+            value = with_folder(parse_yaml(text, f"--set {path}"), Path.cwd())
         except ConfigError:
             # The message of the parser could repeat the value, which may be a secret.
             faults.add(path, "the value given on the command line is not YAML: quote it")
@@ -185,7 +185,7 @@ def _put(node: Any, path: Sequence[str], depth: int, value: Any) -> Any:
             del put[part]
         return put
     if not isinstance(node, list):
-        raise ValueError(f"'{above}' holds {kind_of(node)}, which has no '{part}'")
+        raise ValueError(f"'{above}' holds {kind_in_words(node)}, which has no '{part}'")
     if not part.isdecimal() or int(part) >= len(node):
         raise ValueError(f"'{above}' is a list of {len(node)}, which has no item '{part}'")
     put = _put(node[int(part)], path, depth + 1, value)
@@ -304,7 +304,7 @@ def with_fields_expanded(output_dir: str, config: Mapping[str, Any]) -> str:
             raise ValueError(f"'{{{name}}}' is no field{near} ({{{{ and }}}} stand for braces)")
         value = values[name]
         if isinstance(value, Mapping | list):
-            raise ValueError(f"'{{{name}}}' is {kind_of(value)}: name one value in it")
+            raise ValueError(f"'{{{name}}}' is {kind_in_words(value)}: name one value in it")
         text = value if isinstance(value, str) else json.dumps(value)
         is_masked = bool(text) and not text.strip("*")
         if is_masked or is_secret_name(name.rpartition(".")[2]) or secrets_in_urls(text):

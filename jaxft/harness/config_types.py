@@ -85,7 +85,7 @@ def config_error(message: str) -> PydanticCustomError:
     return PydanticCustomError("fault", "{message}", {"message": message})
 
 
-def kind_of(value: Any) -> str:
+def kind_in_words(value: Any) -> str:
     """Return the kind of a configuration value in words, without the value."""
     if value is None or isinstance(value, bool):
         return "nothing" if value is None else "a bool"
@@ -169,7 +169,7 @@ class RewardFunctionConfig(ConfigModel):
 
 
 @functools.cache
-def jsonpath_of(text: str) -> Any:
+def parse_json_path(text: str) -> Any:
     """Parse a JSON path; cached, because jsonpath-ng parses slowly."""
     return parse(text)
 
@@ -185,7 +185,7 @@ def at_json_path(value: Any, text: str) -> Any:
     >>> at_json_path({"steps": [{"n": 1}, {"n": 2}]}, "$.steps[*].n")
     [1, 2]
     """
-    found = [match.value for match in jsonpath_of(text).find(value)]
+    found = [match.value for match in parse_json_path(text).find(value)]
     if not found:
         raise ValueError(f"'{text}' matches nothing in the output, which is {repr(value)[:100]}")
     return found[0] if len(found) == 1 else found

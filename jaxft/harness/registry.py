@@ -28,7 +28,7 @@ from jaxft.harness.config_types import (
     RewardFunctionConfig,
     ServeConfig,
     config_error,
-    kind_of,
+    kind_in_words,
 )
 from jaxft.plugins import plugins
 
@@ -275,7 +275,7 @@ def chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
         if isinstance(value, base):
             return value
         if not isinstance(value, Mapping):
-            raise config_error(f"must be a mapping with '_type' (holds {kind_of(value)})")
+            raise config_error(f"must be a mapping with '_type' (holds {kind_in_words(value)})")
         type_name = value.get("_type")
         if not isinstance(type_name, str):
             names = ", ".join(REGISTRY.names(base)) or "none"
