@@ -122,16 +122,10 @@ def test_one_process_agrees_with_itself_at_once():
     assert asyncio.run(work()) == (["first", "second"], [1], True, True, True)
 
 
-def sequence(*tokens, sampler_logprobs=None):
-    count = len(tokens)
-    return TokenSequence(
-        tokens=list(tokens),
-        completion_mask=[True] * count,
-        sampler_logprobs=sampler_logprobs or [-1.0] * count,
-        behavior_logprobs=[-1.0] * count,
-        temperatures=[1.0] * count,
-        policy_versions=[0] * count,
-    )
+def sequence(*tokens, logprob=-1.0):
+    numbers = {name: [0] * len(tokens) for name in ("policy_versions", "temperatures", "behavior_logprobs")}
+    mask, logprobs = [True] * len(tokens), [logprob] * len(tokens)
+    return TokenSequence(tokens=list(tokens), completion_mask=mask, sampler_logprobs=logprobs, **numbers)
 
 
 def gathered(*sequences):
@@ -142,7 +136,7 @@ def test_digests_tell_which_row_or_reward_differs():
     rewards = CollectedRewards(np.array([0.0, 1.0]), np.array([0, 0]), None, None, {})
     mine = digests_of(gathered(sequence(1, 2), sequence(3)), rewards)
     assert mine == digests_of(gathered(sequence(1, 2), sequence(3)), rewards)
-    by_a_bit = sequence(3, sampler_logprobs=[float(np.nextafter(np.float32(-1.0), 0))])
+    by_a_bit = sequence(3, logprob=float(np.nextafter(np.float32(-1.0), 0)))
     theirs = digests_of(gathered(sequence(1, 2), by_a_bit), rewards._replace(rewards=np.array([0.0, 1.5])))
     assert [mine[name][0] == theirs[name][0] for name in mine] == [True, True]
     assert [mine[name][1] == theirs[name][1] for name in mine] == [False, False]
