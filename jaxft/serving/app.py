@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxft import ChatRequest, CompletionRequest, Episode, LanguageModel
 from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
 from jaxft.rollout import episode_of_token, find_episode, is_episode_token, recording
-from jaxft.serving.chat_completions import CHAT_COMPLETIONS
+from jaxft.serving.completions import CHAT_COMPLETIONS
 from jaxft.serving.openapi import DIALECTS, openapi_schema
 from jaxft.serving.schemas import APIRequest, Dialect, in_words_of, read_request
 from jaxft.serving.wire import (

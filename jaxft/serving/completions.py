@@ -1,19 +1,340 @@
-"""Completions of token ids, by OpenAI's and vLLM's `/v1/completions`, for environments that render and tokenise.
+"""OpenAI's completions, of chats and of token ids: from a request's JSON to what is sampled, from a `Reply` to JSON.
 
-The prompt is a list of token ids, and the answer has those that were sampled. Text is refused: chat completions apply
-the chat template of the model.
+A prompt of token ids is for environments that render and tokenise themselves. A prompt of text is refused.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
+from pydantic_core.core_schema import ValidationInfo
 
-from jaxft import CompletionRequest, Delta, Reply
-from jaxft.rollout import MAX_TOP_LOGPROBS, split_token_text
-from jaxft.serving.chat_completions import LOWEST_LOGPROB, ChunkWriter, whole_completion
-from jaxft.serving.schemas import CompletionFields, Dialect, Ignored, Many, Natural, Refused
+from jaxft import ChatRequest, CompletionRequest, Delta, Reply
+from jaxft.errors import RequestError
+from jaxft.rollout import MAX_TOOLS, MAX_TOP_LOGPROBS, split_token_text
+from jaxft.serving.schemas import (
+    ChatFields,
+    CompletionFields,
+    Count,
+    Dialect,
+    Ignored,
+    Like,
+    Many,
+    Name,
+    Natural,
+    Refused,
+    TextOr,
+)
+from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_error
+
+LOWEST_LOGPROB = -9999.0
+"""The log-probability that stands for minus infinity, which JSON cannot hold."""
+
+ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+"""Fields of a reply's message that a client may send back; the policy has the token ids already."""
+
+
+class Function(BaseModel):
+    """A function that the model may call, or must call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(BaseModel):
+    """A tool in OpenAI's format."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(BaseModel):
+    """A function that an answer has called."""
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class ChatToolCall(BaseModel):
+    """A call of a tool in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(BaseModel):
+    """A part of a message in which the assistant refuses."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Content = str | list[TextPart | RefusalPart]
+
+
+class ChatMessage(BaseModel):
+    """A message; the chat template decides which roles it knows."""
+
+    role: str
+    content: Content
+
+
+class ChatAssistantMessage(BaseModel):
+    """A message of the assistant, which may have calls in the place of content."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: list[ChatToolCall] | None = None
+
+
+class FunctionChoice(BaseModel):
+    """A function that the answer must call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatCompletionRequest(CompletionFields, ChatFields):
+    """A request of chat completions."""
+
+    messages: Annotated[
+        list[dict[str, Any]], Like(Annotated[list[ChatMessage | ChatAssistantMessage], Field(min_length=1)])
+    ] = Field(description="The conversation, of text only.")
+    tools: Annotated[list[dict[str, Any]], Like(Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)])] | None = Field(
+        None, description="Functions that the model may call."
+    )
+    tool_choice: (
+        Annotated[TextOr[dict[str, Any]], Like(Literal["auto", "none", "required"] | FunctionChoice)] | None
+    ) = Field(None, description="`auto`, `none`, `required` or a function.")
+    max_completion_tokens: Count | None = Field(None, description="Newer name of `max_tokens`.")
+    logprobs: bool | None = Field(None, description="Log-probabilities over the whole vocabulary.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+        None, description="With `logprobs`: the most likely tokens, up to 20."
+    )
+    return_token_ids: bool | None = Field(
+        None,
+        description="The reply has `prompt_token_ids` and, in each choice, `token_ids`; the choice's message has "
+        "`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`; with `logprobs`, its entries have "
+        "`token_id`, and the first one `prompt_token_ids`.",
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="As `return_token_ids`, and tokens in `logprobs` are written as `token_id:17`."
+    )
+    prediction: Ignored = Field(None, description="Speeds up sampling at OpenAI and changes no answer.")
+    modalities: Annotated[Any, Refused("the policy writes text only", ["text"])] = None
+    audio: Annotated[Any, Refused("the policy writes text only")] = None
+    functions: Annotated[Any, Refused("use tools, which replace functions", [])] = None
+    function_call: Annotated[Any, Refused("use tool_choice, which replaces function_call")] = None
+    reasoning_effort: Annotated[
+        Any,
+        Refused("give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}"),
+    ] = None
+    verbosity: Annotated[Any, Refused("ask for it in the prompt", "medium")] = None
+    web_search_options: Annotated[Any, Refused("give the agent a tool that searches")] = None
+    bad_words: Annotated[Any, Refused("forbid tokens by logit_bias", [])] = None
+    echo: Annotated[Any, Refused("the conversation is not repeated", False)] = None
+    add_generation_prompt: Annotated[Any, Refused("every reply is a new message", True)] = None
+    continue_final_message: Annotated[Any, Refused("every reply is a new message", False)] = None
+    add_special_tokens: Annotated[Any, Refused("the chat template writes them", False)] = None
+    chat_template: Annotated[Any, Refused("the template is that of the tokenizer; chat_template_kwargs vary it")] = None
+    documents: Annotated[Any, Refused("put them into a message, or into chat_template_kwargs", [])] = None
+    include_reasoning: Annotated[Any, Refused("reasoning is always in reasoning_content", True)] = None
+    thinking_token_budget: Annotated[Any, Refused("use max_completion_tokens")] = None
+    mm_processor_kwargs: Annotated[Any, Refused("the policy reads text only", {})] = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_top_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
+        if number is not None and not info.data.get("logprobs"):
+            raise PydanticCustomError("impossible", "it needs logprobs to be true")
+        return number
+
+    def to_request(self) -> ChatRequest:
+        """Return what to sample.
+
+        >>> request = {"model": "policy", "messages": [{"role": "user", "content": "?"}], "max_completion_tokens": 5}
+        >>> ChatCompletionRequest.model_validate(request).to_request().max_tokens
+        5
+        """
+        arguments = self.arguments(ChatRequest)
+        limit = self.max_completion_tokens
+        if limit is not None and arguments.setdefault("max_tokens", limit) != limit:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens {limit}; give one", param="max_tokens"
+            )
+        arguments["messages"] = [
+            {name: value for name, value in each.items() if name not in ECHOED} for each in self.messages
+        ]
+        return ChatRequest(**arguments)
+
+    @property
+    def has_token_ids(self) -> bool:
+        """True if the reply has token ids."""
+        return bool(self.return_token_ids or self.return_tokens_as_token_ids)
+
+
+def chat_completion(asked: ChatCompletionRequest, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+    """Return the JSON of a reply.
+
+    Args:
+        asked: the request.
+        reply: its reply.
+        text_of_token: text of a token id, for log-probabilities.
+    """
+    choices = []
+    for index, choice in enumerate(reply.choices):
+        message = choice.message | (_token_ids(choice) if asked.has_token_ids else {})
+        choices.append({"index": index, "message": message, **_ending(asked, choice, text_of_token)})
+    prompt = {"prompt_token_ids": reply.prompt_ids} if asked.has_token_ids else {}
+    return {**_completion(asked, "chatcmpl-", "chat.completion", reply, choices), **prompt}
+
+
+def _completion(
+    asked: CompletionFields, prefix: str, kind: str, reply: Reply, choices: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the JSON of a reply with these choices, of a chat or of token ids."""
+    return {
+        **_head(asked, prefix, kind),
+        "system_fingerprint": _fingerprint(*reply.choices),
+        "choices": choices,
+        "usage": _usage(reply),
+    }
+
+
+def _head(asked: CompletionFields, prefix: str, kind: str) -> dict[str, Any]:
+    return {"id": make_id(prefix), "object": kind, "created": int(time.time()), "model": asked.model}
+
+
+def _fingerprint(*choices: Reply) -> str:
+    """Return the versions of the parameters that sampled: one, unless an update came between choices of one reply."""
+    versions = sorted({choice.policy_version for choice in choices})
+    return f"policy_version_{'_'.join(map(str, versions))}"
+
+
+def _usage(reply: Reply) -> dict[str, int]:
+    prompt, sampled = count_tokens(reply)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _token_ids(choice: Reply) -> dict[str, Any]:
+    return {
+        "prompt_token_ids": choice.prompt_ids,
+        "generation_token_ids": choice.token_ids,
+        "generation_log_probs": choice.logprobs,
+    }
+
+
+def _ending(asked: ChatCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+    """Return the fields of a choice that are known at its end."""
+    return {
+        "logprobs": _logprobs(asked, choice, text_of_token) if asked.logprobs else None,
+        "finish_reason": choice.finish_reason,
+        **({"token_ids": choice.token_ids} if asked.has_token_ids else {}),
+    }
+
+
+def _logprobs(asked: ChatCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = split_token_text(text_of_token(token_id))
+        return {
+            "token": f"token_id:{token_id}" if asked.return_tokens_as_token_ids else text,
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(raw),
+            **({"token_id": token_id} if asked.has_token_ids else {}),
+        }
+
+    most_likely = choice.top_logprobs or ((),) * len(choice.token_ids)
+    content = [
+        {**entry(token, logprob), "top_logprobs": [entry(*each) for each in most]}
+        for token, logprob, most in zip(choice.token_ids, choice.logprobs, most_likely, strict=True)
+    ]
+    if asked.has_token_ids and content:
+        # Frameworks that drop unknown fields of a choice keep those of its log-probabilities.
+        content[0]["prompt_token_ids"] = choice.prompt_ids
+    return {"content": content, "refusal": None}
+
+
+class ChunkWriter:
+    """Writes the chunks of one streamed reply, of a chat or of token ids, which share their id and time."""
+
+    def __init__(
+        self,
+        asked: CompletionFields,
+        prefix: str,
+        kind: str,
+        delta_choices: Callable[[Delta], Sequence[Mapping[str, Any]]],
+        end_choices: Callable[[int, Reply], Sequence[Mapping[str, Any]]],
+    ) -> None:
+        """Make a writer.
+
+        Args:
+            asked: the request.
+            prefix: prefix of the id.
+            kind: the `object` of the chunks.
+            delta_choices: returns the choices of a delta's chunks: none if it has no text.
+            end_choices: returns the choices of the last chunks of an answer, from its index and itself.
+        """
+        self._head = _head(asked, prefix, kind)
+        self._include_usage = asked.include_usage
+        self._delta_choices, self._end_choices = delta_choices, end_choices
+
+    def events(self, piece: Delta | Reply) -> Iterator[bytes]:
+        """Yield the server-sent events of a delta, or of the reply, which ends the stream."""
+        usage = {"usage": None} if self._include_usage else {}
+        if isinstance(piece, Delta):
+            for choice in self._delta_choices(piece):
+                yield event({**self._head, "choices": [choice], **usage})
+            return
+        for index, answer in enumerate(piece.choices):
+            for choice in self._end_choices(index, answer):
+                version = {"system_fingerprint": _fingerprint(answer)} if choice["finish_reason"] else {}
+                yield event({**self._head, "choices": [choice], **usage, **version})
+        if self._include_usage:
+            yield event({**self._head, "choices": [], "usage": _usage(piece)})
+        yield b"data: [DONE]\n\n"
+
+    def error(self, error: APIError) -> bytes:
+        """Return the event of an error that ends the stream."""
+        return event(openai_error(error)[1])
+
+
+def make_chat_writer(asked: ChatCompletionRequest, text_of_token: Callable[[int], str]) -> ChunkWriter:
+    """Return the writer of a streamed chat completion: each choice ends with its tool calls, then its token ids."""
+    begun: set[int] = set()
+
+    def chunk(index: int, delta: Mapping[str, Any], **ending: Any) -> dict[str, Any]:
+        role = {} if index in begun else {"role": "assistant"}
+        begun.add(index)
+        return {"index": index, "delta": {**role, **delta}, "logprobs": None, "finish_reason": None, **ending}
+
+    def delta_choices(delta: Delta) -> list[dict[str, Any]]:
+        parts = {"content": delta.content, "reasoning_content": delta.reasoning_content}
+        text = {name: part for name, part in parts.items() if part}
+        return [chunk(delta.index, text)] if text else []
+
+    def end_choices(index: int, answer: Reply) -> list[dict[str, Any]]:
+        calls = [{"index": place, **call.as_message()} for place, call in enumerate(answer.tool_calls)]
+        chunks = []
+        if calls or index not in begun:
+            chunks.append(chunk(index, {"tool_calls": calls} if calls else {"content": ""}))
+        token_ids = _token_ids(answer) if asked.has_token_ids else {}
+        return [*chunks, chunk(index, token_ids, **_ending(asked, answer, text_of_token))]
+
+    return ChunkWriter(asked, "chatcmpl-", "chat.completion.chunk", delta_choices, end_choices)
+
+
+CHAT_COMPLETIONS = Dialect("/v1/chat/completions", ChatCompletionRequest, chat_completion, make_chat_writer)
 
 
 def _check_prompt(prompt: Any) -> Any:
@@ -27,9 +348,7 @@ def _check_prompt(prompt: Any) -> Any:
             "is_chat_model=True)",
         )
     if isinstance(first, list):
-        raise PydanticCustomError(
-            "unsupported_parameter", "wanted the token ids of one prompt: send one request for each"
-        )
+        raise PydanticCustomError("unsupported_parameter", "wanted the ids of one prompt: send one request for each")
     return prompt
 
 
@@ -76,24 +395,24 @@ def text_completion(asked: TokenCompletionRequest, reply: Reply, text_of_token: 
         text_of_token: text of a token id, for log-probabilities.
     """
     choices = [
-        {"index": index, "text": choice.content, **_ending(asked, choice, text_of_token)}
+        {"index": index, "text": choice.content, **_text_ending(asked, choice, text_of_token)}
         for index, choice in enumerate(reply.choices)
     ]
-    return whole_completion(asked, "cmpl-", "text_completion", reply, choices)
+    return _completion(asked, "cmpl-", "text_completion", reply, choices)
 
 
-def _ending(asked: TokenCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+def _text_ending(asked: TokenCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     """Return the fields of a choice that are known at its end."""
     token_ids = {"token_ids": choice.token_ids, "prompt_token_ids": choice.prompt_ids}
     return {
-        "logprobs": None if asked.top_logprobs is None else _logprobs(asked, choice, text_of_token),
+        "logprobs": None if asked.top_logprobs is None else _text_logprobs(asked, choice, text_of_token),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         **({} if asked.return_token_ids is False else token_ids),
     }
 
 
-def _logprobs(asked: TokenCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
+def _text_logprobs(asked: TokenCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
     def name(token_id: int) -> str:
         as_id = asked.return_tokens_as_token_ids
         return f"token_id:{token_id}" if as_id else split_token_text(text_of_token(token_id))[0]
@@ -122,7 +441,7 @@ def make_text_writer(asked: TokenCompletionRequest, text_of_token: Callable[[int
         return [{"index": delta.index, "text": delta.content, **ending}] if delta.content else []
 
     def end_choices(index: int, answer: Reply) -> list[dict[str, Any]]:
-        return [{"index": index, "text": "", **_ending(asked, answer, text_of_token)}]
+        return [{"index": index, "text": "", **_text_ending(asked, answer, text_of_token)}]
 
     return ChunkWriter(asked, "cmpl-", "text_completion", delta_choices, end_choices)
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from jaxft.serving.chat_completions import CHAT_COMPLETIONS, ChatToolCall
-from jaxft.serving.completions import COMPLETIONS
+from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS, ChatToolCall
 from jaxft.serving.messages_api import MESSAGES, TextBlock, ThinkingBlock, ToolUseBlock
 from jaxft.serving.responses_api import RESPONSES, FunctionCall, MessageItem, ReasoningItem
 from jaxft.serving.wire import openai_error

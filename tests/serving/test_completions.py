@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import openai
@@ -5,18 +6,30 @@ import pytest
 
 from jaxft.rollout import client_of
 from jaxft.rollout.calls import Reply
-from jaxft.rollout.chat_request import Delta
+from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.sequences import episode_messages, token_sequences
-from jaxft.serving.completions import TokenCompletionRequest, make_text_writer, text_completion
+from jaxft.serving.completions import (
+    ChatCompletionRequest,
+    TokenCompletionRequest,
+    chat_completion,
+    make_chat_writer,
+    make_text_writer,
+    text_completion,
+)
 from jaxft.serving.schemas import read_request
 from jaxft.serving.wire import encode
+from tests.serving import conftest
 from tests.serving.conftest import QUESTION, make_episode, run, sampled
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
 
-def call(**fields):
+def chat(**fields):
+    return read_request(ChatCompletionRequest, {"model": "policy", "messages": QUESTION} | fields)
+
+
+def text(**fields):
     return read_request(TokenCompletionRequest, {"model": "policy", "prompt": [5, 6]} | fields)
 
 
@@ -32,10 +45,88 @@ REPLY = Reply(
     stop_reason=8,
 )
 TEXTS = {7: "é", 8: "b", 9: "c", 10: "c"}.__getitem__
+OTHER = Reply("yes", sampled([9], [-1.0], [((9, -1.0), (8, -2.0))]), (1, 2, 3))
+CHAT_REPLY = dataclasses.replace(conftest.REPLY, content="", others=(OTHER,))
+
+
+def test_a_reply_to_a_chat_becomes_openais_json():
+    body = json.loads(encode(chat_completion(chat(), CHAT_REPLY, TEXTS)))
+    assert (body["object"], body["model"], body["system_fingerprint"]) == (
+        "chat.completion",
+        "policy",
+        "policy_version_3",
+    )
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "tool_calls": [CHAT_REPLY.tool_calls[0].as_message()],
+            },
+            "logprobs": None,
+            "finish_reason": "tool_calls",
+        },
+        {"index": 1, "message": {"role": "assistant", "content": "yes"}, "logprobs": None, "finish_reason": "stop"},
+    ]
+
+
+def test_token_ids_are_under_the_names_of_vllm_and_of_harnesses_and_beside_logprobs():
+    asked = chat(logprobs=True, top_logprobs=2, return_token_ids=True)
+    body = json.loads(encode(chat_completion(asked, CHAT_REPLY, TEXTS)))
+    choice = body["choices"][0]
+    assert (body["prompt_token_ids"], choice["token_ids"]) == ([1, 2, 3], [7, 8])
+    message = choice["message"]
+    assert (message["prompt_token_ids"], message["generation_token_ids"]) == ([1, 2, 3], [7, 8])
+    assert message["generation_log_probs"] == [-0.5, -0.25]
+    first, second = choice["logprobs"]["content"]
+    assert first == {
+        "token": "é",
+        "logprob": -0.5,
+        "bytes": [195, 169],
+        "token_id": 7,
+        "top_logprobs": [
+            {"token": "é", "logprob": -0.5, "bytes": [195, 169], "token_id": 7},
+            {"token": "c", "logprob": -9999.0, "bytes": [99], "token_id": 9},
+        ],
+        "prompt_token_ids": [1, 2, 3],
+    }
+    assert second["token_id"] == 8 and "prompt_token_ids" not in second
+    named = chat_completion(chat(logprobs=True, return_tokens_as_token_ids=True), CHAT_REPLY, TEXTS)
+    assert named["choices"][0]["logprobs"]["content"][1]["token"] == "token_id:8"
+
+
+def test_token_ids_that_a_client_sends_back_are_left_out():
+    message = chat_completion(chat(return_token_ids=True), CHAT_REPLY, TEXTS)["choices"][0]["message"]
+    request = chat(messages=[*QUESTION, json.loads(encode(message))]).to_request()
+    assert request == ChatRequest([*QUESTION, CHAT_REPLY.message])
+
+
+def test_a_streamed_chat_ends_with_tool_calls_and_counts():
+    writer = make_chat_writer(chat(stream=True, stream_options={"include_usage": True}, return_token_ids=True), TEXTS)
+    pieces = [Delta(1, content="y"), Delta(0, reasoning_content="hm"), Delta(1, token_ids=(9,)), Delta(1, content="es")]
+    chunks = [json.loads(event[6:]) for piece in pieces for event in writer.events(piece)]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert [(choice["index"], choice["delta"]) for choice in choices] == [
+        (1, {"role": "assistant", "content": "y"}),
+        (0, {"role": "assistant", "reasoning_content": "hm"}),
+        (1, {"content": "es"}),
+    ]
+    *ends, last, _ = writer.events(CHAT_REPLY)
+    *ends, last = (json.loads(event[6:]) for event in (*ends, last))
+    (calls, end, other) = [chunk["choices"][0] for chunk in ends]
+    assert calls["delta"]["tool_calls"][0] == {"index": 0, **CHAT_REPLY.tool_calls[0].as_message()}
+    assert (end["finish_reason"], end["token_ids"], other["finish_reason"]) == ("tool_calls", [7, 8], "stop")
+    assert end["delta"]["prompt_token_ids"] == [1, 2, 3]
+    assert last["choices"] == [] and last["usage"]["total_tokens"] == 6
+    assert len({chunk["id"] for chunk in (*chunks, *ends, last)}) == 1
+    assert all(chunk["usage"] is None for chunk in (*chunks, *ends))
 
 
 def test_a_reply_becomes_openais_json_with_token_ids():
-    body = json.loads(encode(text_completion(call(logprobs=3), REPLY, TEXTS)))
+    body = json.loads(encode(text_completion(text(logprobs=3), REPLY, TEXTS)))
     first, second = body["choices"]
     assert (first["text"], first["token_ids"], first["prompt_token_ids"]) == ("éb", [7, 8], [5, 6])
     assert first["logprobs"] == {
@@ -46,13 +137,13 @@ def test_a_reply_becomes_openais_json_with_token_ids():
     }
     assert (first["finish_reason"], first["stop_reason"], second["finish_reason"]) == ("stop", 8, "length")
     assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
-    named = text_completion(call(logprobs=0, return_tokens_as_token_ids=True), REPLY, TEXTS)
+    named = text_completion(text(logprobs=0, return_tokens_as_token_ids=True), REPLY, TEXTS)
     assert named["choices"][0]["logprobs"]["tokens"] == ["token_id:7", "token_id:8"]
-    assert "token_ids" not in text_completion(call(return_token_ids=False), REPLY, TEXTS)["choices"][0]
+    assert "token_ids" not in text_completion(text(return_token_ids=False), REPLY, TEXTS)["choices"][0]
 
 
 def test_a_streamed_reply_ends_with_token_ids_and_counts():
-    writer = make_text_writer(call(stream=True, stream_options={"include_usage": True}), TEXTS)
+    writer = make_text_writer(text(stream=True, stream_options={"include_usage": True}), TEXTS)
     pieces = [Delta(0, content="é"), Delta(1, content="c"), Delta(0, token_ids=(8,)), Delta(0, content="b"), REPLY]
     *events, end = [event for piece in pieces for event in writer.events(piece)]
     chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
