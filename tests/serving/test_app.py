@@ -1,6 +1,6 @@
 import asyncio
+import concurrent.futures
 import contextlib
-import json
 import threading
 
 import openai
@@ -9,7 +9,8 @@ import pytest
 from jaxft.errors import PolicyError
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.frameworks import client_of
-from jaxft.rollout.recorder import outside_calls, recording
+from jaxft.rollout.recorder import ENDPOINT, outside_calls, recording
+from jaxft.rollout.transport import async_transport, http_library
 from jaxft.serving.app import make_app
 from jaxft.serving.wire import MAX_BODY_BYTES
 from tests.serving.conftest import QUESTION, make_episode, run
@@ -25,11 +26,8 @@ def ask(client, **options):
 
 def in_thread(work):
     """The result of a function in a new thread, which inherits no context."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join(60)
-    return results[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        return threads.submit(work).result(60)
 
 
 def is_idle(policy):
@@ -119,33 +117,6 @@ def test_a_reply_can_be_trained_on_from_the_client(client):
     assert tuple(choice.delta.generation_log_probs) == episode.calls[0].sampler_logprobs
 
 
-@pytest.mark.parametrize("concurrency", [1, 12])
-def test_concurrency_changes_no_token(llm, client, concurrency):
-    async def agent(generation, limit):
-        async with limit:
-            with recording(make_episode(generation=generation)) as episode:
-                first = (await ask(client, max_tokens=6)).choices[0].message
-                history = [*QUESTION, first, {"role": "user", "content": "y"}]
-                await asyncio.gather(*(ask(client, messages=history, max_tokens=4) for _ in range(2)))
-            return episode.calls
-
-    async def main():
-        limit = asyncio.Semaphore(concurrency)
-        return await asyncio.gather(*(agent(generation, limit) for generation in range(12)))
-
-    async def direct(generation):
-        with recording(make_episode(generation=generation)) as episode:
-            first = await llm.chat(QUESTION, max_tokens=6)
-            history = [*QUESTION, first.message, {"role": "user", "content": "y"}]
-            await asyncio.gather(*(llm.chat(history, max_tokens=4) for _ in range(2)))
-        return episode.calls
-
-    async def all_direct():
-        return await asyncio.gather(*map(direct, range(12)))
-
-    assert run(main()) == run(all_direct())
-
-
 def test_other_apis_are_refused_with_a_way_out(client):
     episode = make_episode()
     with pytest.raises(openai.NotFoundError, match="whole input"):
@@ -176,45 +147,11 @@ def test_models_and_health_are_told(client, policy):
 
 
 def test_an_app_may_serve_several_models(policy):
-    app = make_app({name: ChatClient(policy, name) for name in ("one", "two")})
+    transport = async_transport(http_library(), make_app({name: ChatClient(policy, name) for name in ("one", "two")}))
+    http = http_library().AsyncClient(transport=transport)
+    client = openai.AsyncOpenAI(base_url=f"{ENDPOINT}/v1", api_key="any", http_client=http)
     for name in ("one", "two"):
-        status, body = run(post(app, {"model": name, "messages": QUESTION, "max_tokens": 2}))
-        assert (status, json.loads(body)["model"]) == (200, name)
-
-
-async def post(app, body, receive=None):
-    """Status and body of a response, as a server gets them."""
-    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "root_path": ""}
-    scope |= {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
-    sent, messages = [], [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-    async def receive_body():
-        if messages:
-            return messages.pop()
-        await (receive or asyncio.Event().wait)()
-        return {"type": "http.disconnect"}
-
-    async def send(message):
-        sent.append(message)
-
-    await app(scope, receive_body, send)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_of_a_server_that_disconnects_cancels_its_call(llm, blocked, stream):
-    engine, gone = llm.policy.engine, asyncio.Event()
-
-    async def main():
-        body = {"model": "player", "messages": QUESTION, "n": 3, "stream": stream}
-        answering = asyncio.create_task(post(make_app({"player": llm}), body, receive=gone.wait))
-        while len(engine._scheduler.waiting) < 3:
-            await asyncio.sleep(0)
-        gone.set()
-        await answering
-
-    run(main(), make_episode())
-    assert all(request.future.cancelled() for request in engine._scheduler.waiting)
+        assert run(ask(client, model=name, max_tokens=2)).model == name
 
 
 def test_fifty_early_closes_leave_no_slot_in_use(policy, client):

@@ -1,6 +1,7 @@
 """Requests that hypothesis makes up: each is answered or refused in the format of its dialect, none with a 500."""
 
 import asyncio
+import copy
 import json
 
 import pytest
@@ -17,7 +18,7 @@ pytestmark = [
 ]
 
 texts = st.text(st.characters(categories=["L", "N", "P", "Cs", "Cc", "So"]), max_size=8) | st.sampled_from(
-    ["<|end|>", "<call:f>{", "auto", "required", "none", "function", "text", "user"]
+    ["<|end|>", "<call:f>{", "auto", "required", "none", "function", "text", "user", "", "f"]
 )
 numbers = st.integers(-3, 3) | st.integers() | st.floats() | st.sampled_from([10**400, 2**31, 2**63, 0.5, 1e308])
 anything = st.recursive(
@@ -25,148 +26,107 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=8,
 )
-functions = st.fixed_dictionaries(
-    {"name": st.sampled_from(["f", "g"]) | texts},
-    optional={"description": texts | anything, "parameters": st.just({"properties": {"x": {}}}) | anything},
-)
-tools = st.fixed_dictionaries({"type": st.just("function"), "function": functions | anything})
-calls = st.fixed_dictionaries(
-    {"id": texts, "type": st.just("function")},
-    optional={"function": st.fixed_dictionaries({"name": texts, "arguments": st.just('{"x": 1}') | texts | anything})},
-)
-parts = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]), "text": texts})
-messages = st.fixed_dictionaries(
-    {
-        "role": st.sampled_from(["system", "developer", "user", "assistant", "tool", "function"]) | texts,
-        "content": texts | st.none() | st.lists(parts, max_size=2) | anything,
-    },
-    optional={
-        "name": texts | anything,
-        "tool_calls": st.lists(calls | anything, max_size=2) | anything,
-        "tool_call_id": texts | anything,
-        "refusal": anything,
-        "function_call": anything,
-        "prompt_token_ids": anything,
-    },
-)
-POSSIBLE = {
-    "messages": st.lists(messages, min_size=1, max_size=4),
-    "model": st.sampled_from(["player", "other"]),
-    "tools": st.lists(tools, max_size=2),
-    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function", "function": {"name": "f"}}]),
-    "temperature": st.floats(0, 2),
-    "top_p": st.floats(0, 1),
-    "min_p": st.floats(0, 1),
-    "top_k": st.integers(-1, 300),
-    "max_tokens": st.integers(0, 9),
-    "n": st.integers(0, 3),
-    "seed": st.integers(-(2**63), 2**63),
-    "stop": texts | st.lists(texts, max_size=3),
-    "logit_bias": st.dictionaries(st.integers(-1, 300).map(str) | texts, numbers, max_size=3),
-    "logprobs": st.booleans(),
-    "top_logprobs": st.integers(0, 21),
-    "stream": st.booleans(),
-    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans() | anything, "x": anything}),
-    "stop_token_ids": st.lists(st.integers(-1, 300), max_size=9),
-    "chat_template_kwargs": st.dictionaries(texts, anything, max_size=2),
-    "return_token_ids": st.booleans(),
+
+SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "stream": True}
+MORE = SAMPLING | {
+    "n": 2,
+    "seed": 7,
+    "stop": ["a", "\n"],
+    "min_p": 0.1,
+    "stop_token_ids": [4],
+    "return_token_ids": True,
 }
-
-
-blocks = st.one_of(
-    st.fixed_dictionaries({"type": st.just("text"), "text": texts | anything}),
-    st.fixed_dictionaries({"type": st.just("thinking"), "thinking": texts, "signature": texts}),
-    st.fixed_dictionaries({"type": st.just("tool_use"), "id": texts, "name": texts, "input": st.just({}) | anything}),
-    st.fixed_dictionaries(
-        {"type": st.just("tool_result"), "tool_use_id": texts}, optional={"content": texts | anything}
-    ),
-)
-said = st.fixed_dictionaries(
-    {"role": st.sampled_from(["user", "assistant", "system"]) | texts, "content": texts | st.lists(blocks, max_size=3)}
-)
-own_tools = st.fixed_dictionaries({"name": st.sampled_from(["f"]) | texts, "input_schema": st.just({}) | anything})
-item_parts = st.fixed_dictionaries({"type": st.sampled_from(["input_text", "output_text", "refusal"]), "text": texts})
-items = st.one_of(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["system", "developer", "user", "assistant"]) | texts,
-            "content": texts | st.lists(item_parts, max_size=2) | anything,
-        }
-    ),
-    st.fixed_dictionaries({"type": st.just("function_call"), "call_id": texts, "name": texts, "arguments": texts}),
-    st.fixed_dictionaries({"type": st.just("function_call_output"), "call_id": texts, "output": texts | anything}),
-    st.fixed_dictionaries({"type": st.just("reasoning"), "summary": st.lists(anything, max_size=2)}),
-)
-SAMPLING = ("temperature", "top_p", "top_k", "stream", "model")
-
-
-def sampling(*more):
-    return {name: POSSIBLE[name] for name in (*SAMPLING, *more)}
-
-
-REQUESTS = {
-    "/v1/chat/completions": (
-        {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 3},
-        POSSIBLE,
-    ),
-    "/v1/completions": (
-        {"prompt": [5, 6], "max_tokens": 3},
-        {
-            **sampling("min_p", "max_tokens", "n", "seed", "stop", "logit_bias", "stop_token_ids", "return_token_ids"),
-            "prompt": st.lists(st.integers(-1, 300), max_size=9),
-            "logprobs": st.integers(-1, 21),
-            "stream_options": POSSIBLE["stream_options"],
-        },
-    ),
-    "/v1/messages": (
-        {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 3},
-        {
-            **sampling("max_tokens", "chat_template_kwargs"),
-            "messages": st.lists(said, min_size=1, max_size=4),
-            "system": texts | st.lists(blocks, max_size=2),
-            "tools": st.lists(own_tools, max_size=2),
-            "tool_choice": st.sampled_from([{"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}]),
-            "stop_sequences": st.lists(texts, max_size=3),
-        },
-    ),
-    "/v1/responses": (
-        {"input": "x?", "max_output_tokens": 3},
-        {
-            **sampling("seed", "stop", "chat_template_kwargs"),
-            "input": texts | st.lists(items, min_size=1, max_size=4),
-            "instructions": texts,
-            "max_output_tokens": POSSIBLE["max_tokens"],
-            "tools": st.lists(functions.map(lambda tool: {"type": "function", **tool}), max_size=2),
-            "tool_choice": st.sampled_from(["none", "required", {"type": "function", "name": "f"}]),
-        },
-    ),
+MORE |= {"stream": True, "stream_options": {"include_usage": True}, "logit_bias": {"5": -1.5, "7": 3}}
+FUNCTION = {"name": "f", "description": "It.", "parameters": {"type": "object", "properties": {"x": {}}}}
+PART = {"type": "text", "text": "b"}
+USED = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+RICH = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "system", "content": [PART]},
+            {"role": "user", "content": "a", "name": "n"},
+            {"role": "assistant", "content": None, "tool_calls": [USED], "refusal": None, "prompt_token_ids": [1]},
+            {"role": "tool", "tool_call_id": "t1", "content": "3"},
+        ],
+        "max_tokens": 3,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        **MORE,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "chat_template_kwargs": {"a": 1},
+    },
+    "/v1/completions": {"prompt": [5, 6], "max_tokens": 3, **MORE, "logprobs": 2},
+    "/v1/messages": {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    PART,
+                    {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": [PART]}, PART]},
+        ],
+        "max_tokens": 3,
+        "system": [PART],
+        "tools": [{"name": "f", "input_schema": FUNCTION["parameters"]}],
+        "tool_choice": {"type": "tool", "name": "f"},
+        "stop_sequences": ["a"],
+        **SAMPLING,
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "t1", "name": "f", "arguments": '{"x": 1}'},
+            {"type": "function_call_output", "call_id": "t1", "output": "3"},
+        ],
+        "max_output_tokens": 3,
+        "instructions": "s",
+        "tools": [{"type": "function", **FUNCTION}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "seed": 7,
+        "stop": "a",
+        **SAMPLING,
+    },
 }
-"""For each path: a usual request, and likely values of fields."""
+"""For each path, a request that the policy can answer, with many fields."""
 
 
-def mostly(likely, other):
-    """Draws from `likely`, and one time in eight from `other`."""
-    return st.sampled_from([likely] * 7 + [other]).flatmap(lambda chosen: chosen)
+def places(value):
+    """All lists and objects within a value, each with the index or name of one of its members."""
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, member in members:
+        yield value, key
+        yield from places(member)
 
 
-def bodies(path):
-    """Draws bodies of requests to a path, some of them damaged."""
-    usual, possible = REQUESTS[path]
+@st.composite
+def bodies(draw, path):
+    """Draws bodies of requests to a path: some fields of the rich one, some values replaced, some bytes damaged."""
     (model,) = (dialect.request for dialect in DIALECTS if dialect.path == path)
-    fields = [field.alias or name for name, field in model.model_fields.items()]
-    names = st.lists(mostly(st.sampled_from([*possible]), st.sampled_from(fields)), min_size=1)
-    objects = names.flatmap(
-        lambda names: st.fixed_dictionaries({name: mostly(possible.get(name, anything), anything) for name in names})
-    ).map(lambda chosen: {"model": "player"} | usual | chosen)
-    written = objects.map(lambda value: json.dumps(value).encode())
-    damaged = st.builds(
-        lambda body, start, length, middle: body[: start % len(body)] + middle + body[start % len(body) + length :],
-        written,
-        st.integers(0, 10**4),
-        st.integers(0, 6),
-        st.binary(max_size=6),
-    )
-    return mostly(written, damaged | anything.map(lambda value: json.dumps(value).encode()) | st.binary(max_size=40))
+    chosen = {name: copy.deepcopy(value) for name, value in RICH[path].items()}
+    needed = ("messages", "prompt", "input", "max_tokens")
+    body = {name: value for name, value in chosen.items() if name in needed or draw(st.booleans())}
+    body["model"] = "player"
+    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
+        holder, key = draw(st.sampled_from(list(places(body))))
+        if draw(st.integers(0, 3)) or isinstance(holder, list):
+            holder[key] = draw(anything)
+        else:
+            del holder[key]
+    if not draw(st.integers(0, 3)):
+        names = [field.alias or name for name, field in model.model_fields.items()]
+        body[draw(st.sampled_from(names) | texts)] = draw(anything)
+    written = json.dumps(body).encode()
+    if draw(st.integers(0, 15)):
+        return written
+    start = draw(st.integers(0, len(written)))
+    return draw(st.binary(max_size=40) | st.just(written[:start] + draw(st.binary(max_size=6)) + written[start + 3 :]))
 
 
 @pytest.fixture(scope="module")
@@ -212,13 +172,13 @@ def run(post, path, num_requests):
     return statuses
 
 
-@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("path", RICH)
 def test_generated_requests_are_answered_or_refused(post, path):
     assert {200, 400} <= set(run(post, path, 100 if path == "/v1/chat/completions" else 60))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", REQUESTS)
+@pytest.mark.parametrize("path", RICH)
 def test_two_thousand_generated_requests_are_answered_or_refused(post, path):
     statuses = run(post, path, 2000)
     assert len(statuses) >= 2000 and min(map(statuses.count, (200, 400, 404))) >= 5

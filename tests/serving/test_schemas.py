@@ -173,6 +173,8 @@ IMPOSSIBLE = [
     (CHAT, {"repetition_penalty": True}, "repetition_penalty"),  # not 1
     (CHAT, {"messages": None}, "messages"),
     (CHAT, {"messages": [1]}, "messages"),
+    (MESSAGES, {"messages": []}, "messages"),
+    (RESPONSES, {"input": []}, "input"),
     (CHAT, {"model": None}, "model"),
     (CHAT, {"top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
