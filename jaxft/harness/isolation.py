@@ -86,15 +86,18 @@ class WorkerPool:
         async def call(argument: Any) -> Any:
             episode, task = find_episode(), asyncio.current_task()
             items = argument if isinstance(argument, list) else [argument]
-            work = {
-                "call": name,
-                "argument": argument if name is None else [_item(item) for item in items],
-                "episode": None if episode is None else {field: vars(episode)[field] for field in IDENTITY},
-                "token": None if episode is None or not episode.is_served else episode.api_key,
-                "label": "" if task is None else task.get_name(),
-            }
+            identity = None if episode is None else {field: vars(episode)[field] for field in IDENTITY}
             try:
-                protocol.check_json(work)
+                protocol.check_json(identity)
+                if name is None:
+                    protocol.check_json(argument)
+                work = {
+                    "call": name,
+                    "argument": argument if name is None else [_item(item) for item in items],
+                    "episode": identity,
+                    "token": None if episode is None or not episode.is_served else episode.api_key,
+                    "label": "" if task is None else task.get_name(),
+                }
             except TypeError as error:
                 raise TypeError(
                     f"what it is given cannot be handed to another process ({error}): use plain values, or set "
@@ -418,9 +421,11 @@ class Worker:
 
 
 def _item(item: EvalInputItem) -> Message:
-    """Return an item with its steps for a message; values of the user stay what they are."""
+    """Return an item for a message; its steps are the run's own, the other values the user's."""
     steps = {name: [step.model_dump() for step in dict(item)[name]] for name in ("trajectory", "expected_trajectory")}
-    return dict(item) | steps
+    values = {name: value for name, value in dict(item).items() if name not in steps}
+    protocol.check_json(values)
+    return values | steps
 
 
 def _request(message: Message) -> ChatRequest | CompletionRequest:

@@ -26,6 +26,7 @@ from filelock import FileLock
 from pydantic import TypeAdapter
 
 from jaxft.errors import ComponentError, RequestError, UserCodeError, WorkerError, user_code
+from jaxft.harness import worker_processes as processes
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config
 from jaxft.harness.config_types import ServeConfig
@@ -33,14 +34,6 @@ from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import WeightedSumConfig, scored_values
 from jaxft.harness.registry import GroupEvaluatorConfig, import_installed, import_module
 from jaxft.harness.supervision import Supervisor, is_async
-from jaxft.harness.worker_processes import (
-    command_of,
-    descendants,
-    flush_output,
-    kill_all,
-    limit_memory,
-    started_by,
-)
 from jaxft.harness.worker_protocol import Message, check_json, describe_error, out_of_memory, read_error, to_line
 from jaxft.rollout.calls import Call, Reply
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
@@ -139,7 +132,7 @@ class RunConnection:
 
     def end_work(self, done: Message) -> None:
         """Tell the run how a work ended."""
-        flush_output()
+        processes.flush_output()
         self.is_working = False
         self.send({"done": done})
 
@@ -173,7 +166,7 @@ class RunConnection:
                     with contextlib.suppress(RuntimeError):  # the loop has been closed, and nobody waits in it
                         _deliver(message, *self._waiting[message["id"]])
             if self.is_working:
-                kill_all(partial(descendants, self._pid))
+                processes.kill_all(partial(processes.descendants, self._pid))
                 os._exit(1)
             take_work(None)
 
@@ -318,7 +311,7 @@ class _Worker:
                 f"eval.general.isolation: a worker cannot import the {what}: {failure.summary}"
             ) from None
         if self._memory_mb is not None:
-            limit_memory(self._memory_mb * 2**20)
+            processes.limit_memory(self._memory_mb * 2**20)
         self.builder, general = WorkerBuilder(config, self._run), config.eval.general
         if general.isolation == "process":
             await self.builder.get_workflow()
@@ -391,15 +384,15 @@ async def _leaving_nothing(working: Coroutine[Any, Any, Any]) -> Any:
     Raises:
         WorkerError: there are some.
     """
-    before = started_by(os.getpid())
+    before = processes.started_by(os.getpid())
     try:
         result = await working
     finally:
         deadline = time.monotonic() + CHILD_GRACE_SECONDS
-        while (left := started_by(os.getpid()) - before) and time.monotonic() < deadline:
+        while (left := processes.started_by(os.getpid()) - before) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        command = command_of(min(left))[:100] if left else ""
-        kill_all(lambda: started_by(os.getpid()) - before)
+        command = processes.command_of(min(left))[:100] if left else ""
+        processes.kill_all(lambda: processes.started_by(os.getpid()) - before)
     if left:
         raise WorkerError(f"it left {len(left)} processes behind, the first of which is '{command}'")
     return result

@@ -16,6 +16,7 @@ import pytest
 from jaxft.cli import main
 from jaxft.errors import UserCodeError
 from jaxft.harness import supervision
+from jaxft.harness.registry import REGISTRY
 from jaxft.harness.signals import Shutdown, _shutdown
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.supervision import Supervisor
@@ -62,32 +63,24 @@ def test_what_holds_the_event_loop_is_named_with_its_line():
     assert abandoned == 0
 
 
-def test_a_signal_of_another_process_stops_this_one_and_its_own_signal_changes_nothing():
-    async def program(shutdown):
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_processes_of_a_run_stop_together(is_told):
+    """By a signal that another process tells, after which its own changes nothing, and by one that this one tells."""
+    told, shutdown = [], Shutdown()
+    shutdown.tell = told.append
+
+    async def program():
         with shutdown.installed(), shutdown.listening() as signalled:
-            threading.Thread(target=shutdown.hear, args=(signal.SIGTERM,)).start()
-            await asyncio.wait_for(signalled.wait(), 10.0)
+            if is_told:
+                threading.Thread(target=shutdown.hear, args=(signal.SIGTERM,)).start()
+                await asyncio.wait_for(signalled.wait(), 10.0)
             os.kill(os.getpid(), signal.SIGTERM)  # the whole group of processes gets it
-            await asyncio.sleep(0.2)
-        return shutdown.signal, shutdown.exit_code
-
-    told = []
-    shutdown = Shutdown()
-    shutdown.tell = told.append
-    assert asyncio.run(program(shutdown)) == (signal.SIGTERM, 143) and not told
-
-
-def test_a_signal_is_told_to_the_other_processes():
-    async def program(shutdown):
-        with shutdown.installed(), shutdown.listening() as signalled:
-            os.kill(os.getpid(), signal.SIGINT)
             await asyncio.wait_for(signalled.wait(), 10.0)
+            await asyncio.sleep(0.2)
 
-    told = []
-    shutdown = Shutdown()
-    shutdown.tell = told.append
-    asyncio.run(program(shutdown))
-    assert told == [signal.SIGINT]
+    asyncio.run(program())
+    assert (shutdown.signal, shutdown.exit_code) == (signal.SIGTERM, 143)
+    assert told == ([] if is_told else [signal.SIGTERM])
 
 
 def test_a_process_that_was_told_while_it_started_stops_at_once():
@@ -194,7 +187,7 @@ def test_what_cannot_be_cancelled_does_not_keep_the_process_from_ending(argument
 def test_code_of_an_installed_agent_is_told_from_a_library(monkeypatch):
     frame = sys._getframe()
     monkeypatch.setattr(supervision, "_LIBRARIES", (str(Path(__file__).parent),))
-    monkeypatch.setattr(registry, "packages", set)
+    monkeypatch.setattr(REGISTRY, "packages", set)
     assert supervision.place_of([(frame, 7)]) is None
-    monkeypatch.setattr(registry, "packages", lambda: {__name__.partition(".")[0]})
+    monkeypatch.setattr(REGISTRY, "packages", lambda: {__name__.partition(".")[0]})
     assert supervision.place_of([(frame, 7)]).startswith(f"{__file__}:7 in ")
