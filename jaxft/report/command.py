@@ -36,7 +36,6 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jaxft compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or quoted globs as in 'runs/sweep/*'")
     parser.add_argument("--output", type=home_path, metavar="DIR", help="folder of the files (default: as above)")
-    parser.add_argument("--json", type=home_path, metavar="FILE", help="a file that gets the JSON as well")
     parser.add_argument(
         "--x", choices=("epochs", "episodes", "seconds", "tokens"), default="epochs",
         help="what curves are drawn over (default %(default)s)",

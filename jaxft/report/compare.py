@@ -5,7 +5,7 @@ Files that jaxft did not write are never replaced: the JSON file of an earlier c
 
 import argparse
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +48,6 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         check_folder(folder)  # before the tables, so that a refusal is not at the end of many lines
         console.message(comparison_text(comparison, console.columns) + "\n")
         files = write_comparison(comparison, folder, x_axis=parsed.x)
-        if parsed.json is not None:
-            files.append(_write_json(comparison, parsed.json, parsed.x))
         console.message("\n".join(f"written to {file}" for file in files))
 
     return exit_code_of(compare, title="compare")
@@ -92,29 +90,18 @@ def write_comparison(comparison: Comparison, folder: Path, *, x_axis: str = "epo
         DiskFull: there is no room for the files.
     """
     check_folder(folder)
-    return _write(folder, {
+    # The first marks the folder as ours, so that a write that was cut off is repeated.
+    files = {
         COMPARISON_FILE: json_bytes(comparison_json(comparison, x_axis), indent=2),
         PICTURE_FILE: comparison_png(comparison, x_axis),
         PAGE_FILE: comparison_page(comparison, x_axis).encode("utf-8", "backslashreplace"),
-    })  # fmt: skip
-
-
-def _write_json(comparison: Comparison, file: Path, x_axis: str) -> Path:
-    """Write JSON to a file of the user's choice, and return its path; only an earlier one of jaxft is replaced."""
-    if file.exists() and not is_ours(file):
-        raise RunDirectoryError(f"'{file}' is no comparison of jaxft, and is not replaced: give another --json")
-    content = json_bytes(comparison_json(comparison, x_axis), indent=2)
-    return _write(file.parent, {file.name: content}, option="--json")[0]
-
-
-def _write(folder: Path, files: Mapping[str, bytes], option: str = "--output") -> list[Path]:
-    """Write files in their order; the first marks the folder as ours, so that a write that was cut off is repeated."""
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [replace_file(folder / name, content) for name, content in files.items()]
     except OSError as error:
         raise RunDirectoryError(
-            f"nothing can be written to '{folder}' ({error}): give a place where files can be made, with {option}"
+            f"nothing can be written to '{folder}' ({error}): give a place where files can be made, with --output"
         ) from error
 
 

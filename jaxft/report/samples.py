@@ -1,26 +1,18 @@
 """The episodes that a run has kept: found, chosen and read one at a time, as their files may be large.
 
-`find_episodes` reads every line but parses few of them: it takes epoch and reward out of the text. `spread` chooses
-among them, and `read_episodes` parses the chosen lines.
+`find_episodes` keeps the place of each, `spread` chooses among them, and `read_episodes` reads the chosen lines.
 """
 
 import contextlib
 import json
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from jaxft.runs import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE, Row, unreadable
 
 _SCORES_NAME = Path(TOKEN_SCORES_FILE).name
-
-# Quotes inside of texts are escaped, so that these keys are found in the structure only.
-_EPOCH = re.compile(rb'\{"epoch": (\d+), ("failure": )?')
-_REWARD = re.compile(rb'\], "reward": (-?[0-9][0-9.e+-]*), "shaped_rewards": ')
-_NAME = re.compile(rb'"example_id": ("(?:[^"\\]|\\.)*"), "generation": (\d+), "sequences": ')
-_SCORES = re.compile(rb'\{"epoch": (\d+), "example_id": ("(?:[^"\\]|\\.)*"), "generation": (\d+), ')
 
 Span = tuple[int, int]
 """Position of a line's first byte in its file, and its number of bytes."""
@@ -58,52 +50,40 @@ def find_episodes(run: Path) -> list[Place]:
     Raises:
         RunDirectoryError: a line cannot be read; the message names file and line.
     """
-    scores: dict[tuple[bytes, ...], Span] = {}
-    for number, span, line in _whole_lines(run / TOKEN_SCORES_FILE):
-        match = _SCORES.match(line)
-        if match is not None and line.endswith(b"}\n"):
-            scores[match.groups()] = span
-        else:  # of another writer, or damaged
-            row = _parsed(run / TOKEN_SCORES_FILE, number, line)
-            names = row.get("epoch"), row.get("example_id"), row.get("generation")
-            scores[
-                tuple(json.dumps(name, ensure_ascii=False).encode("utf-8", "backslashreplace") for name in names)
-            ] = span
+    scores = {_key(row): span for _, span, row in _rows(run / TOKEN_SCORES_FILE)}
     return [
-        _place(run / name, number, span, line, scores)
+        Place(
+            file=run / name,
+            line=number,
+            span=span,
+            epoch=row.get("epoch"),
+            reward=row.get("reward"),
+            example_id=row.get("example_id"),
+            is_failure="failure" in row,
+            scores=scores.get(_key(row)),
+        )
         for name in (SAMPLES_FILE, PAIRS_FILE)
-        for number, span, line in _whole_lines(run / name)
+        for number, span, row in _rows(run / name)
     ]
 
 
-def _whole_lines(file: Path) -> Iterator[tuple[int, Span, bytes]]:
-    """Yield number, span and bytes of each line that ends with its line feed."""
+def _key(row: Row) -> tuple[str, ...]:
+    return tuple(str(row.get(name)) for name in ("epoch", "example_id", "generation"))
+
+
+def _rows(file: Path) -> Iterator[tuple[int, Span, Row]]:
+    """Yield number, span and value of each line that ends with its line feed."""
     try:
         with file.open("rb") as stream:
             offset = 0
             for number, line in enumerate(stream, start=1):
                 if line.endswith(b"\n"):
-                    yield number, (offset, len(line)), line
+                    yield number, (offset, len(line)), _parsed(file, number, line)
                 offset += len(line)
     except FileNotFoundError:
         return
     except OSError as error:
         raise unreadable(file, error) from error
-
-
-def _place(file: Path, number: int, span: Span, line: bytes, scores: Mapping[tuple[bytes, ...], Span]) -> Place:
-    epoch = _EPOCH.match(line)
-    if epoch is not None and line.endswith(b"}\n"):
-        if epoch[2] is not None:
-            return Place(file, number, span, int(epoch[1]), None, is_failure=True)
-        reward = _REWARD.search(line)
-        name = None if reward is None else _NAME.search(line, reward.end())
-        if reward is not None and name is not None:
-            found = scores.get((epoch[1], name[1], name[2]))
-            example_id = json.loads(name[1])
-            return Place(file, number, span, int(epoch[1]), float(reward[1]), example_id, scores=found)
-    row = _parsed(file, number, line)  # of another writer, a pair, or damaged
-    return Place(file, number, span, row.get("epoch"), row.get("reward"), row.get("example_id"), "failure" in row)
 
 
 def _parsed(file: Path, number: int | None, line: bytes) -> Row:

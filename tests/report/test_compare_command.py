@@ -22,14 +22,13 @@ def sweep(tmp_path, monkeypatch):
 
 
 def test_a_glob_gives_tables_and_files(sweep, capsys):
-    assert main(["compare", "runs/sweep/*", "--json", "out/all.json", "--x", "tokens", "--last-epochs", "2"]) == 0
+    assert main(["compare", "runs/sweep/*", "--x", "tokens", "--last-epochs", "2"]) == 0
     shown = capsys.readouterr().out
     assert "4 runs in 2 groups" in shown and "loss.name=grpo" in shown and "0.45" in shown
     names = {"compare.json", "compare.png", "compare.html"}
     assert {file.name for file in (sweep / "runs/sweep/compare").iterdir()} == names
-    content = json.loads((sweep / "out/all.json").read_bytes())
+    content = json.loads((sweep / "runs/sweep/compare/compare.json").read_bytes())
     assert content["x_axis"] == "tokens" and content["curves"]["loss.name=dapo"]["x"] == [0, 100, 200, 300, 400, 500]
-    assert content == json.loads((sweep / "runs/sweep/compare/compare.json").read_bytes())
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,6 @@ def test_a_glob_gives_tables_and_files(sweep, capsys):
         (["runs/sweep/*", "--output", "runs/sweep/dapo-0"], "holds a run"),
         (["runs/sweep/*", "--output", "file/out"], "--output"),
         (["runs/sweep/*", "--output", "/proc/out"], "/proc/out"),
-        (["runs/sweep/*", "--output", "out", "--json", "file"], "--json"),
     ],
 )
 def test_bad_input_is_an_error_of_exit_code_2(sweep, capsys, arguments, words):
