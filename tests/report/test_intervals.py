@@ -5,10 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy.stats
 
 from jaxft.report.intervals import (
-    Interval,
     interquartile_mean,
     interquartile_mean_interval,
     mean_band,
@@ -51,15 +49,6 @@ def test_probabilities_of_improvement_are_those_of_rliable(pair):
     assert probability_interval(first, second) == pytest.approx(expected["interval"], abs=step * 1.01)
 
 
-@pytest.mark.parametrize("count", [4, 7, 20])
-def test_the_bootstrap_agrees_with_that_of_scipy(count):
-    values = np.random.default_rng(count).normal(size=count)
-    low, high = scipy.stats.bootstrap(
-        (values,), np.mean, method="percentile", n_resamples=30_000, rng=np.random.default_rng(0)
-    ).confidence_interval
-    assert mean_interval(values.tolist()) == pytest.approx((low, high), abs=0.04 * values.std())
-
-
 def test_two_or_three_values_give_their_range_and_one_gives_none():
     assert mean_interval([1.0]) is None
     assert mean_interval([3.0, 1.0]) == (1.0, 3.0)
@@ -75,12 +64,6 @@ def test_the_order_of_runs_changes_nothing():
     assert probability_interval(values, others) == probability_interval(values[::-1], others[::-1])
     curves = np.random.default_rng(0).normal(size=(5, 300))
     np.testing.assert_array_equal(mean_band(curves), mean_band(curves[[3, 1, 4, 0, 2]]))
-
-
-def test_the_band_at_a_point_is_the_interval_of_its_values():
-    curves = np.asarray([GROUPS["a"], GROUPS["a"][::-1]]).T
-    low, high = mean_band(curves, 10_000)
-    assert Interval(low[0], high[0]) == pytest.approx(mean_interval(GROUPS["a"]))
 
 
 def test_a_missing_value_leaves_a_gap_in_the_band():

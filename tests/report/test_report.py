@@ -242,27 +242,21 @@ def test_an_older_run_is_shown_without_shades(tmp_path):
     run = make_run(tmp_path / "x", epochs=2)
     file = run / "trajectories/samples.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    for row in rows:
-        del row["token_texts"]
-    write_lines(file, rows)
     for name in ("token_scores.jsonl", "rewards.jsonl"):
         (run / "trajectories" / name).unlink()
     environment = json.loads((run / "environment.json").read_text())
     del environment["differences"]
     write_json(run / "environment.json", environment)
+    radios = {each["id"]: each for each in page_of(run).all("input") if each.get("name") == "shade"}
+    assert "disabled" in radios["shade-a"] and "checked" in radios["shade-l"] and "disabled" in radios["shade-e"]
+    for row in rows:
+        del row["token_texts"]
+    write_lines(file, rows)
     page = page_of(run)
     assert page.faults == [] and 'class="t ' not in page.html and "Tokens are not shaded" in page.text
     assert "You add numbers." in page.sections["episodes"]
     assert "Share of the episodes by reward" in page.text  # as the run keeps all episodes
     assert "older runs" in page.sections["configuration"]
-
-
-def test_without_scores_tokens_are_shaded_by_their_logprobs(tmp_path):
-    run = make_run(tmp_path / "x", epochs=2)
-    (run / "trajectories/token_scores.jsonl").unlink()
-    page = page_of(run)
-    radios = {each["id"]: each for each in page.all("input") if each.get("name") == "shade"}
-    assert "disabled" in radios["shade-a"] and "checked" in radios["shade-l"] and "disabled" in radios["shade-e"]
 
 
 def test_the_overlap_of_rollouts_and_updates_is_shown(tmp_path):

@@ -349,32 +349,3 @@ def test_the_sweep_imports_no_jax_though_the_agent_does(toy):
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0 and "2 runs" in ended.stdout, ended.stderr
-
-
-@pytest.mark.slow
-def test_a_sweep_that_was_stopped_ends_with_the_bytes_of_one_that_was_not(tmp_path, monkeypatch):
-    """A run of real training in a process of its own, beside the same run in this one."""
-    settings = {
-        "llms.policy.preset": "qwen3-50k", "llms.policy.slots": "16", "trainers.loop.examples_per_update": "4",
-        "trajectory_builders.rollouts.num_generations": "2", "trainer_adapters.local.loss.entropy_coef": "0.01",
-        "finetuning.num_epochs": "3",
-    }  # fmt: skip
-    config_file = str(ROOT / "experiments" / "arithmetic.yml")
-    arguments = ["--config-file", config_file]
-    arguments += [part for path, text in settings.items() for part in ("--set", f"{path}={text}")]
-    monkeypatch.chdir(tmp_path)
-    assert main(["finetune", *arguments, "--set", "finetuning.output_dir=whole"]) == 0
-    command = [sys.executable, "-m", "jaxft.cli", "sweep", *arguments, "--seeds", "1", "--sweep-dir"]
-    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT)}
-    options = {"cwd": tmp_path, "env": environment, "stdout": subprocess.DEVNULL}
-    metrics = tmp_path / "stopped" / "seed=0" / "training_metrics.jsonl"
-    with subprocess.Popen([*command, "stopped"], **options) as sweep:
-        until(lambda: metrics.exists() and metrics.stat().st_size)
-        sweep.send_signal(signal.SIGINT)
-    assert sweep.returncode == 128 + signal.SIGINT
-    assert are_done(tmp_path / "stopped") == {"seed=0": False}
-    subprocess.run([*command, "stopped"], check=True, **options)
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped" / "seed=0"
-    assert (stopped / "resumes.jsonl").exists()
-    for name in ("training_metrics.jsonl", "model/model.safetensors", "trajectories/samples.jsonl"):
-        assert (whole / name).read_bytes() == (stopped / name).read_bytes(), name
