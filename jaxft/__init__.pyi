@@ -219,6 +219,8 @@ from .rollout.calls import (
 )
 from .rollout.recorder import (
     Episode as Episode,
+)
+from .rollout.current import (
     episode as episode,
     named_function as named_function,
     in_episode as in_episode,

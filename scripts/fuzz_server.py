@@ -25,8 +25,8 @@ from schemathesis.core.failures import FailureGroup
 from jaxft.models.config import model_preset
 from jaxft.models.load import init_model
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import recording
 from jaxft.rollout.policy import Policy
-from jaxft.rollout.recorder import recording
 from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.serving.app import make_app
 from jaxft.serving.server import Server

@@ -11,7 +11,7 @@ import pytest
 
 from jaxft.harness.data_models import EvalInputItem, Trajectory, TrajectoryCollection
 from jaxft.rollout.calls import Call, Completion, Prompt, Reply
-from jaxft.rollout.recorder import current_functions, episode
+from jaxft.rollout.current import current_functions, episode
 from jaxft.rollout.sequences import TokenSequence
 
 SLOTS, CONTEXT = 8, 96

@@ -32,7 +32,8 @@ from jaxft.harness.evaluators import (
 from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes, part_of_process
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
-from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode, outside_calls, recording
+from jaxft.rollout.current import outside_calls, recording
+from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode
 
 OLD_SECONDS = 10.0
 """Age from which the progress line names the oldest running episode."""

@@ -33,8 +33,9 @@ from jaxft.harness.supervision import is_library
 from jaxft.harness.worker_protocol import Message, to_line
 from jaxft.rollout.calls import RemoteCall
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest
+from jaxft.rollout.current import add_outside_calls, find_episode, named_functions, recording
 from jaxft.rollout.language_model import LanguageModel
-from jaxft.rollout.recorder import Candidates, Episode, add_outside_calls, find_episode, named_functions, recording
+from jaxft.rollout.recorder import Candidates, Episode
 
 CLOSE_SECONDS = 5.0
 """Time that a worker has to close its components when it is retired."""

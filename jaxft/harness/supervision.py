@@ -25,7 +25,8 @@ import jaxft
 from jaxft.errors import UserCodeError, user_code
 from jaxft.harness.registry import REGISTRY
 from jaxft.harness.signals import current_shutdown
-from jaxft.rollout.recorder import Episode, episode_of, find_episode
+from jaxft.rollout.current import episode_of, find_episode
+from jaxft.rollout.recorder import Episode
 
 GRACE_SECONDS = 5.0
 """Time that cancelled code may take to clean up before it is abandoned."""

@@ -37,14 +37,16 @@ from jaxft.harness.supervision import Supervisor, is_async
 from jaxft.harness.worker_protocol import Message, check_json, describe_error, out_of_memory, read_error, to_line
 from jaxft.rollout.calls import Call, Reply
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
-from jaxft.rollout.language_model import LanguageModel
-from jaxft.rollout.recorder import (
-    Episode,
+from jaxft.rollout.current import (
     current_functions,
     find_episode,
     is_outside_on_purpose,
     outside_calls,
     recording,
+)
+from jaxft.rollout.language_model import LanguageModel
+from jaxft.rollout.recorder import (
+    Episode,
 )
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory

@@ -21,8 +21,10 @@ from .recorder import (
     ENDPOINT as ENDPOINT,
     TRAINING as TRAINING,
     episode_of_token as episode_of_token,
-    find_episode as find_episode,
     is_episode_token as is_episode_token,
+)
+from .current import (
+    find_episode as find_episode,
     recording as recording,
 )
 from .requests import (

@@ -13,10 +13,11 @@ from jaxft.errors import PromptTooLongError
 from jaxft.rollout.calls import Call, Prompt, Reply
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
+from jaxft.rollout.current import current_functions, find_episode, note_outside_call
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.policy import Policy, Snapshot
-from jaxft.rollout.recorder import Episode, current_functions, find_episode, note_outside_call
+from jaxft.rollout.recorder import Episode
 from jaxft.rollout.requests import Request
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
 from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, find_stop, find_thoughts

@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec
 from jaxft.errors import RequestError
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
+from jaxft.rollout.current import find_episode
 from jaxft.rollout.messages import Message, Tool
-from jaxft.rollout.recorder import find_episode
 
 P = ParamSpec("P")
 

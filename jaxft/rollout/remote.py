@@ -17,9 +17,10 @@ import openai
 
 from jaxft.errors import ComponentError, RemoteModelError, one_line
 from jaxft.rollout.calls import RemoteCall
+from jaxft.rollout.current import find_episode
 from jaxft.rollout.frameworks import Connection, RemoteModel
 from jaxft.rollout.messages import ToolCall
-from jaxft.rollout.recorder import Episode, find_episode
+from jaxft.rollout.recorder import Episode
 from jaxft.rollout.transport import http_library
 
 P = ParamSpec("P")

@@ -29,9 +29,10 @@ from jaxft.harness.signals import current_shutdown
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import recording
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import Tool, ToolCall
-from jaxft.rollout.recorder import VALIDATION, Episode, recording
+from jaxft.rollout.recorder import VALIDATION, Episode
 from jaxft.runs.console import Console, current_console
 from jaxft.shipped.model_source import models_of
 

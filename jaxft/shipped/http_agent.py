@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from jaxft.errors import ConfigError
-from jaxft.rollout.recorder import episode
+from jaxft.rollout.current import episode
 from jaxft.rollout.transport import http_library
 from jaxft.shipped.configs import HTTPAgentConfig
 

@@ -16,8 +16,8 @@ from jaxft.harness.config import Config
 from jaxft.harness.config_types import LLMRef
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.registry import DatasetConfig, WorkflowConfig
+from jaxft.rollout.current import episode
 from jaxft.rollout.messages import canonical_messages
-from jaxft.rollout.recorder import episode
 from jaxft.shipped.configs import LocalPolicyConfig
 
 PROMPT = "prompt"

@@ -15,7 +15,8 @@ from jaxft.harness.data_models import (
 )
 from jaxft.harness.opening import open_session
 from jaxft.harness.registry import WorkflowConfig, register_workflow
-from jaxft.rollout.recorder import TRAINING, VALIDATION, episode
+from jaxft.rollout.current import episode
+from jaxft.rollout.recorder import TRAINING, VALIDATION
 
 
 def with_session(mapping, tmp_path, use):

@@ -12,7 +12,8 @@ from jaxft.harness import evaluation
 from jaxft.harness.data_models import EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation, failure_report
 from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
-from jaxft.rollout.recorder import TRAINING, Episode, episode
+from jaxft.rollout.current import episode
+from jaxft.rollout.recorder import TRAINING, Episode
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i, "list": []}) for i in range(5)]
 

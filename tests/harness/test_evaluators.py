@@ -13,7 +13,8 @@ from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, Eval
 from jaxft.harness.evaluation import Evaluation, failure_report
 from jaxft.harness.evaluators import BaseEvaluator, BoundEvaluator, EvaluatorInfo, WeightedSum, evaluator_of
 from jaxft.harness.registry import GroupEvaluatorConfig
-from jaxft.rollout.recorder import TRAINING, episode
+from jaxft.rollout.current import episode
+from jaxft.rollout.recorder import TRAINING
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i}) for i in range(3)]
 SOON = 0.02

@@ -24,7 +24,8 @@ from jaxft.harness import isolation
 from jaxft.harness.isolation import WorkerPool
 from jaxft.harness.worker_processes import command_of, started_by
 from jaxft.redaction import hiding
-from jaxft.rollout.recorder import TRAINING, Episode, recording
+from jaxft.rollout.current import recording
+from jaxft.rollout.recorder import TRAINING, Episode
 from jaxft.runs.console import Console
 
 AGENTS = Path(__file__).parents[1] / "data" / "isolation" / "isolated_agents.py"

@@ -13,7 +13,8 @@ import jaxft
 from jaxft.nat.chat_model import PolicyChatModel
 from jaxft.nat.live import ToolkitEpisodes, published
 from jaxft.rollout.calls import call_of
-from jaxft.rollout.recorder import Episode, recording
+from jaxft.rollout.current import recording
+from jaxft.rollout.recorder import Episode
 
 pytestmark = pytest.mark.nat
 

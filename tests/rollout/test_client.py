@@ -13,8 +13,9 @@ from jaxft.models.bridge import from_function
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.decode_batch import most_likely
-from jaxft.rollout.recorder import Episode, outside_calls, recording
+from jaxft.rollout.recorder import Episode
 from jaxft.rollout.sequences import token_sequences
 from jaxft.rollout.streaming import StopFinder, find_stop
 

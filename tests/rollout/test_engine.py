@@ -13,10 +13,11 @@ from jaxft.core.decode import SampledTokens
 from jaxft.errors import DeviceThreadError, NonFiniteError, PolicyError, PolicyLostError, RequestError
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import recording
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.engine import Engine, _take_tokens
-from jaxft.rollout.recorder import Episode, recording
+from jaxft.rollout.recorder import Episode
 from jaxft.rollout.requests import Request
 from jaxft.rollout.scheduler import Running
 from jaxft.rollout.sequences import token_sequences

@@ -11,8 +11,9 @@ import pytest
 
 from jaxft.errors import ComponentError
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import recording
 from jaxft.rollout.frameworks import client_of
-from jaxft.rollout.recorder import Episode, recording
+from jaxft.rollout.recorder import Episode
 from jaxft.rollout.remote import RemoteClient
 from jaxft.rollout.sequences import token_sequences
 

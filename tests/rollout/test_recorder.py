@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxft.rollout.calls import RemoteCall
-from jaxft.rollout.recorder import TRAINING, VALIDATION, Episode, episode, find_episode, recording
+from jaxft.rollout.current import episode, find_episode, recording
+from jaxft.rollout.recorder import TRAINING, VALIDATION, Episode
 
 
 def make_episode(**changes):

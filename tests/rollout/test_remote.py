@@ -17,8 +17,9 @@ import openai
 from jaxft.errors import RemoteModelError
 from jaxft.harness.evaluation import Evaluation
 from jaxft.redaction import hiding
+from jaxft.rollout.current import episode, outside_calls, recording
 from jaxft.rollout.messages import ToolCall
-from jaxft.rollout.recorder import TRAINING, Episode, episode, outside_calls, recording
+from jaxft.rollout.recorder import TRAINING, Episode
 from jaxft.rollout.remote import RemoteClient, RemoteReply
 
 KEY = "sk-TEST-SENTINEL"

@@ -9,8 +9,9 @@ import pytest
 from jaxft.rollout import client_of
 from jaxft.rollout.calls import Completion, Reply
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import recording
 from jaxft.rollout.messages import ToolCall
-from jaxft.rollout.recorder import ENDPOINT, Episode, recording
+from jaxft.rollout.recorder import ENDPOINT, Episode
 from jaxft.rollout.transport import async_transport
 from jaxft.serving.app import make_app
 

@@ -8,8 +8,9 @@ import pytest
 
 from jaxft.errors import PolicyError
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.frameworks import client_of
-from jaxft.rollout.recorder import ENDPOINT, outside_calls, recording
+from jaxft.rollout.recorder import ENDPOINT
 from jaxft.rollout.transport import async_transport, http_library
 from jaxft.serving.app import make_app
 from jaxft.serving.wire import MAX_BODY_BYTES

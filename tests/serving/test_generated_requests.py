@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxft.rollout.recorder import recording
+from jaxft.rollout.current import recording
 from jaxft.serving.openapi import DIALECTS
 
 pytestmark = [

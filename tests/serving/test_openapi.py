@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxft.rollout.recorder import recording
+from jaxft.rollout.current import recording
 from jaxft.serving.openapi import DIALECTS, OF_EVERY_ROUTE, REPLIES
 from tests.serving.conftest import make_episode
 

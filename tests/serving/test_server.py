@@ -14,7 +14,7 @@ import pytest
 import jaxft.serving.server as server_module
 from jaxft.harness.addresses import Limits
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.recorder import recording
+from jaxft.rollout.current import recording
 from jaxft.serving.app import make_app
 from jaxft.serving.guard import BODIES_AT_ONCE
 from jaxft.serving.server import Server

@@ -20,7 +20,7 @@ from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.registry import TrainerAdapterConfig, TrajectoryBuilderConfig
 from jaxft.rollout.calls import Completion, Reply
 from jaxft.rollout.chat import ChatTemplate
-from jaxft.rollout.recorder import episode, named_function
+from jaxft.rollout.current import episode, named_function
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import DPOTrainerConfig, DPOTrajectoryBuilderConfig

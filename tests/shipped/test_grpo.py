@@ -21,7 +21,7 @@ from jaxft.harness.evaluation import Evaluation, Validation
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.redaction import hiding
 from jaxft.rollout.calls import RemoteCall
-from jaxft.rollout.recorder import episode
+from jaxft.rollout.current import episode
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import GRPOTrainerConfig, GRPOTrajectoryBuilderConfig, LocalTrainerAdapterConfig

@@ -10,7 +10,8 @@ from jaxft.errors import ComponentError
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluation import Evaluation
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.recorder import TRAINING, find_episode, outside_calls
+from jaxft.rollout.current import find_episode, outside_calls
+from jaxft.rollout.recorder import TRAINING
 from jaxft.shipped.configs import LLMJudgeConfig
 from jaxft.shipped.evaluators import llm_judge, parse_score
 

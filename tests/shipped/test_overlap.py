@@ -28,7 +28,7 @@ from jaxft.harness.data_models import (
 from jaxft.harness.evaluation import Evaluation, Validation
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.harness.strict_yaml import dump_yaml
-from jaxft.rollout.recorder import episode
+from jaxft.rollout.current import episode
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import (

@@ -7,7 +7,7 @@ import pytest
 from jaxft.errors import ConfigError
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.evaluation import Evaluation
-from jaxft.rollout.recorder import current_functions, episode, named_function
+from jaxft.rollout.current import current_functions, episode, named_function
 from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
 from jaxft.shipped.grpo import GRPOTrajectoryBuilder
 

@@ -9,7 +9,8 @@ import pytest
 from jaxft.errors import ConfigError, DatasetError
 from jaxft.harness.config import config_from_mapping
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.recorder import Episode, recording
+from jaxft.rollout.current import recording
+from jaxft.rollout.recorder import Episode
 from jaxft.runs.console import Console
 from jaxft.shipped.single_turn import context_tokens, read_examples, single_turn
 
