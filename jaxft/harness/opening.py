@@ -92,7 +92,7 @@ async def open_session(
             async with ComponentBuilder(_config_of_process(config), directory, shown_on) as builder:
                 is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
                 has_loggers = config.finetuning.enabled and output_dir is None
-                about = await _prepare(builder, checkpointing, shutdown, has_loggers, is_continued=is_continued)
+                about = await _prepare(config, builder, checkpointing, shutdown, has_loggers, is_continued=is_continued)
                 session = Session(config, directory, shown_on, builder, checkpointing, about)
                 with frozen_heap():
                     try:
@@ -105,6 +105,7 @@ async def open_session(
 
 
 async def _prepare(
+    config: Config,
     builder: ComponentBuilder,
     checkpointing: Checkpointing,
     shutdown: Shutdown | None,
@@ -113,6 +114,8 @@ async def _prepare(
     is_continued: bool,
 ) -> dict[str, Any] | None:
     """Make the components, begin or continue the records of the run, and return the content of `environment.json`.
+
+    `config` is that of all processes, of which the builder has what holds for this one.
 
     Returns:
         None for a run that is continued, whose file stays.
@@ -124,7 +127,7 @@ async def _prepare(
         await _go_on(builder, checkpointing)
     examples = await builder.get_dataset()
     digest = await checkpointing.check_dataset(examples)
-    now = await _check_alike(builder.config, len(examples), digest, checkpointing.now.isoformat())
+    now = await _check_alike(config, len(examples), digest, checkpointing.now.isoformat())
     builder.now = checkpointing.now = datetime.fromisoformat(now)
     if has_loggers:
         await builder.get_loggers()  # before models, which take longer to make
