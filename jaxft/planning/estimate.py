@@ -16,13 +16,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxft.core.logprobs import CHUNK_LOGITS
-from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import Sharding, device_bytes
-from jaxft.models.config import DecoderConfig, LoraSpec
-from jaxft.models.decoder import Remat, layer_runs, parameter_shapes
+from jaxft import DecoderConfig, LoraSpec, Sharding
+from jaxft.core import ADAPTER, BASE, CHUNK_LOGITS, device_bytes
+from jaxft.models import Remat, layer_runs, parameter_shapes
 from jaxft.planning.flops import block_weights, head_weights
-from jaxft.rollout.model_runner import PREFILL_TOKENS_ELSEWHERE
+from jaxft.rollout import PREFILL_TOKENS_ELSEWHERE
 
 Platform = Literal["gpu", "tpu"]
 

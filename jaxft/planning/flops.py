@@ -10,8 +10,8 @@ Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h`
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxft.models.config import DecoderConfig, LayerKind
-from jaxft.models.decoder import Remat
+from jaxft import DecoderConfig, LayerKind
+from jaxft.models import Remat
 
 
 def block_weights(config: DecoderConfig) -> int:

@@ -13,22 +13,19 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxft.core.sharding import AXES
+from jaxft import Config, load_config
+from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import exit_code_of
-from jaxft.harness.config import Config, load_config
-from jaxft.models.attention import MOST_SCORES
-from jaxft.models.decoder import AUTO_REMATS, Remat
-from jaxft.models.flash import Choice
+from jaxft.models import AUTO_REMATS, MOST_SCORES, Choice, Remat
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, messages, model_flops
 from jaxft.planning.targets import Target, find_target
-from jaxft.runs.console import Console
-from jaxft.shipped.local_policy import dtypes_of
-from jaxft.shipped.programs import Programs, Run, mesh_shape, planned_run
-from jaxft.training.memory import peak, phases
+from jaxft.runs import Console
+from jaxft.shipped import Programs, Run, dtypes_of, mesh_shape, planned_run
+from jaxft.training import peak, phases
 
 GIB = 2**30
 

@@ -3,9 +3,18 @@
 from .calls import (
     logprobs_with_record as logprobs_with_record,
     openai_logprobs as openai_logprobs,
+    split_token_text as split_token_text,
 )
 from .chat_request import (
     MAX_CHOICES as MAX_CHOICES,
+)
+from .current import (
+    find_episode as find_episode,
+    recording as recording,
+)
+from .device import (
+    first_line as first_line,
+    is_out_of_memory as is_out_of_memory,
 )
 from .frameworks import (
     client_of as client_of,
@@ -17,21 +26,17 @@ from .messages import (
     MAX_TOOLS as MAX_TOOLS,
     TOOL_NAME as TOOL_NAME,
 )
+from .model_runner import (
+    PREFILL_TOKENS_ELSEWHERE as PREFILL_TOKENS_ELSEWHERE,
+)
 from .recorder import (
     ENDPOINT as ENDPOINT,
     TRAINING as TRAINING,
     episode_of_token as episode_of_token,
     is_episode_token as is_episode_token,
 )
-from .current import (
-    find_episode as find_episode,
-    recording as recording,
-)
 from .requests import (
     MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS,
-)
-from .calls import (
-    split_token_text as split_token_text,
 )
 from .transport import (
     async_transport as async_transport,

@@ -4,6 +4,8 @@ Importing this package registers their configurations. The modules of the compon
 when a component is first made.
 """
 
+import lazy_loader
+
 from jaxft.harness.registry import (
     REGISTRY,
     DatasetConfig,
@@ -27,6 +29,8 @@ from jaxft.shipped.configs import (
 )
 from jaxft.shipped.evaluators import RewardFunctionsConfig
 from jaxft.shipped.single_turn import InMemoryDatasetConfig, SingleTurnConfig
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 REGISTRY.add(LLMConfig, LocalPolicyConfig, "jaxft.shipped.local_policy:local_policy")
 REGISTRY.add(LLMConfig, OpenAILLMConfig, "jaxft.rollout.remote:openai_llm", extra="openai")

@@ -1,0 +1,15 @@
+"""The public names of `jaxft.core`, each imported when it is first used; the outbuildings use no others."""
+
+from .logprobs import (
+    CHUNK_LOGITS as CHUNK_LOGITS,
+)
+from .partition import (
+    ADAPTER as ADAPTER,
+    BASE as BASE,
+)
+from .sharding import (
+    AXES as AXES,
+    device_bytes as device_bytes,
+)
+
+LARGEST_FLOAT32: float

@@ -1,0 +1,15 @@
+"""The public names of `jaxft.models`, each imported when it is first used; the outbuildings use no others."""
+
+from .attention import (
+    MOST_SCORES as MOST_SCORES,
+)
+from .decoder import (
+    AUTO_REMATS as AUTO_REMATS,
+    Remat as Remat,
+    layer_runs as layer_runs,
+    parameter_shapes as parameter_shapes,
+)
+from .flash import (
+    Choice as Choice,
+    compute_capability as compute_capability,
+)
