@@ -32,7 +32,7 @@ from jaxft.models.config import model_preset
 from jaxft.models.load import init_model
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.frameworks import client_of
+from jaxft.rollout.frameworks import framework_client
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.runs.environment import environment
@@ -181,7 +181,7 @@ def call_on_demand(pipe: Any, base_url: str, calls: int) -> None:
 
 def make_ways(llm: ChatClient) -> dict[str, tuple[Callable[[int], Awaitable[None]], str]]:
     """Functions that ask a question by its number, each with the name of the one that it is compared with."""
-    client = client_of(llm, "openai")
+    client = framework_client(llm, "openai")
 
     async def chat(number: int, *, has_tools: bool = False) -> None:
         await llm.chat(**question(number, has_tools=has_tools), max_tokens=ANSWER_TOKENS)

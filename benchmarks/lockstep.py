@@ -17,7 +17,7 @@ from jaxft.core.cache import compute_dtype, copy_pages, init_cache, pages_for
 from jaxft.core.decode import DecodeState, RowParams, SampledTokens, decode
 from jaxft.core.generate import PREFILL_TOKENS, PREFILL_TOKENS_ELSEWHERE
 from jaxft.core.sampling import sampling_params
-from jaxft.core.sharding import platform_of
+from jaxft.core.sharding import compute_platform
 from jaxft.core.types import Cache, Model, Params
 
 CALL_STEPS = 16
@@ -36,7 +36,7 @@ def prefilled(
     cache, tables = init_cache(model, count * generations, cache_length, compute_dtype(params))
     columns = pages_for(length)
     by_prompt = tables[:, :columns].reshape(count, generations, columns)
-    width = PREFILL_TOKENS.get(platform_of(model.sharding), PREFILL_TOKENS_ELSEWHERE)
+    width = PREFILL_TOKENS.get(compute_platform(model.sharding), PREFILL_TOKENS_ELSEWHERE)
     tokens = jnp.pad(prompts, ((0, 0), (0, -length % width)))
 
     def prefill_piece(piece: Int[Array, ""], cache: Cache) -> Cache:

@@ -31,7 +31,7 @@ from scipy import stats
 
 from jaxft.errors import ConfigError, JaxftError, RunDirectoryError, did_you_mean
 from jaxft.files import json_bytes, replace_file
-from jaxft.report.compared_runs import ComparedRun, find_runs, last_epochs_of
+from jaxft.report.compared_runs import ComparedRun, default_last_epochs, find_runs
 from jaxft.report.comparison import no_runs_message
 from jaxft.report.comparison_text import aligned, seeds
 from jaxft.report.intervals import LEVEL, Interval
@@ -44,8 +44,8 @@ from jaxft.report.run_groups import (
     has_effect,
     is_newer_default,
     map_texts,
+    setting_texts,
     shown,
-    texts_of,
 )
 
 REFERENCES = Path(__file__).parent / "references"
@@ -221,7 +221,7 @@ def _place(value: float, interval: Interval) -> str:
 
 
 def _judged_figures(run: ComparedRun, reference: Reference, rewards: Sequence[float]) -> list[JudgedFigure]:
-    count = last_epochs_of(len(rewards))
+    count = default_last_epochs(len(rewards))
     ours = run.figures(count) if run.status == "finished" else {}
     theirs = [dict(each.figures) for each in reference.runs]
     ours.pop("final_reward", None)
@@ -330,10 +330,10 @@ def make_reference(experiment: str, runs: Sequence[ComparedRun], root: Path) -> 
     settings = {path: map_texts(value, lambda text: text.removeprefix(prefix)) for path, value in settings.items()}
     command = _command(about.get("command") or [], prefix)
     outside = [f"{path}: {value}" for path, value in {**settings, "command": command.split()}.items()
-               if any(Path(text).is_absolute() for text in texts_of(value))]  # fmt: skip
+               if any(Path(text).is_absolute() for text in setting_texts(value))]  # fmt: skip
     if outside:
         raise RunDirectoryError(f"paths lie outside of '{root}': {'; '.join(outside)}: give the runs' own --root")
-    count = last_epochs_of(len(first.rewards))
+    count = default_last_epochs(len(first.rewards))
     return {
         "kind": REFERENCE_KIND,
         "format_version": 1,

@@ -16,7 +16,7 @@ from jaxft.harness.config import help_text
 from jaxft.harness.new_agent import write_agent
 from jaxft.harness.runtime import (
     complain,
-    exit_code_of,
+    run_main,
     run_parsed,
 )
 from jaxft.harness.strict_yaml import parse_yaml
@@ -27,7 +27,7 @@ from jaxft.harness.verbs import (
     log_arguments,
     override_arguments,
     processes_arguments,
-    processes_of,
+    processes_options,
     run_arguments,
     whole_number,
 )
@@ -101,11 +101,11 @@ def _resume_arguments(parser: Parser) -> None:
 
 
 def _resume(parsed: argparse.Namespace, given: Given) -> int:
-    return exit_code_of(
+    return run_main(
         lambda: resume(parsed.folder, parsed.override, parsed),
         title=f"resume {parsed.folder}",
         log_level=parsed.log_level,
-        processes=processes_of(parsed),
+        processes=processes_options(parsed),
     )
 
 
@@ -135,7 +135,7 @@ def _init(parsed: argparse.Namespace, given: Given) -> int:
         there = shlex.quote(str(parsed.folder))
         Console().message(f"wrote {files} to {parsed.folder}\nnext: cd {there} && jaxft finetune --config-file run.yml")
 
-    return exit_code_of(run, title="init")
+    return run_main(run, title="init")
 
 
 def _serve_arguments(parser: Parser) -> None:

@@ -219,10 +219,10 @@ def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
     temporary.unlink(missing_ok=True)  # of a write that was cut off; it would be listed
     # As JSON returns it: keys become strings, tuples lists.
     extra = json.loads(json.dumps(dict(extra), allow_nan=False))
-    values = {"format_version": FORMAT_VERSION, **extra, "files": _synced(folder)}
+    values = {"format_version": FORMAT_VERSION, **extra, "files": _sync_files(folder)}
     try:
         with temporary.open("wb") as stream:
-            stream.write(_rendered(values))
+            stream.write(_render_manifest(values))
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, folder / MANIFEST)
@@ -250,7 +250,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         values = json.loads(content)
         # All bytes, not only the sum: a flipped bit may leave the parsed values unchanged.
-        is_whole = isinstance(values, dict) and content == _rendered(values)
+        is_whole = isinstance(values, dict) and content == _render_manifest(values)
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{file} is damaged: it is not valid JSON ({error})") from error
     if not is_whole:
@@ -329,7 +329,7 @@ def _names(folder: Path) -> Iterator[str]:
                 yield path
 
 
-def _synced(folder: Path) -> dict[str, dict[str, Any]]:
+def _sync_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Sync every file under a folder to the disk, and return sha256 and size of each by name."""
     files, odd = {}, []
     for name in sorted(_names(folder)):
@@ -357,7 +357,7 @@ def _digest(file: Path, *, is_synced: bool = False) -> dict[str, Any]:
         return {"sha256": digest, "size": stream.tell()}
 
 
-def _rendered(values: dict[str, Any]) -> bytes:
+def _render_manifest(values: dict[str, Any]) -> bytes:
     """Return the bytes of a manifest, with the sha256 of all its other entries."""
     body = {key: value for key, value in values.items() if key != "sha256"}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -28,7 +28,7 @@ from jaxft.files import (
     verify_manifest,
     write_manifest,
 )
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.metrics import log_metrics
 
@@ -77,7 +77,7 @@ def test_a_run_ends_in_one_line_and_code_1(directory, capsys):
             for step in range(1000):
                 log_metrics(directory, step, {"loss": 0.5, "reward": 1.0}, {"seconds": 0.1})
 
-    assert exit_code_of(main) == 1
+    assert run_main(main) == 1
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.startswith("jaxft: error: '") and shown.err.count("\n") == 1
     assert "cannot be written: File too large; " in shown.err
@@ -161,7 +161,7 @@ def test_a_directory_on_a_full_disk_is_no_bad_input(tmp_path, capsys):
         with limit(1):
             RunDirectory.create(tmp_path / "run")
 
-    assert exit_code_of(main) == 1
+    assert run_main(main) == 1
     assert "LOCK.holder' cannot be written: File too large" in capsys.readouterr().err
     with RunDirectory.open(tmp_path / "run"):
         pass

@@ -150,7 +150,7 @@ def weighted_sum(rewards: NamedRewards, weights: list[float] | tuple[float, ...]
     >>> print(weighted_sum([[1.0, 0.5], [1.0, nan], [nan, nan]], [1.0, 2.0]))
     [ 2.  1. nan]
     """
-    xp, table, factors = _named(rewards, weights)
+    xp, table, factors = _reward_table(rewards, weights)
     is_given = ~xp.isnan(table)
     return xp.where(is_given.any(axis=1), (xp.where(is_given, table, 0.0) * factors).sum(axis=1), xp.nan)
 
@@ -166,12 +166,12 @@ def normalize_then_sum(
     >>> print(normalize_then_sum([[1.0, 0.0], [0.0, 100.0]], [0, 0], [1.0, 1.0], eps=0.0))
     [0. 0.]
     """
-    _, table, factors = _named(rewards, weights)
+    _, table, factors = _reward_table(rewards, weights)
     parts = [group_advantages(table[:, k], group_ids, eps=eps) * factors[k] for k in range(table.shape[1])]
     return sum(parts[1:], start=parts[0])
 
 
-def _named(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> tuple[ModuleType, Any, Any]:
+def _reward_table(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> tuple[ModuleType, Any, Any]:
     """Return the module, the table of rewards and the weights as arrays; rows with an infinite reward are NaN."""
     xp = namespace(rewards)
     (table,) = as_floats(xp, rewards)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.sampling import Sampled, SamplingParams, sample
-from jaxft.core.sharding import ROW_AXES, Sharding, platform_of
+from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform
 from jaxft.core.types import Cache, Model, Params
 
 
@@ -136,7 +136,7 @@ def _sample(
     sharding: Sharding | None, is_filtered: bool, logits: Float[Array, "R V"], keys: Any, params: SamplingParams
 ) -> Sampled:
     """Return `sample`; on a mesh devices divide the vocabulary, or the rows if these filter or it does not divide."""
-    draw = partial(sample, is_filtered=is_filtered, in_halves=platform_of(sharding) == "cpu")
+    draw = partial(sample, is_filtered=is_filtered, in_halves=compute_platform(sharding) == "cpu")
     if sharding is None:
         return draw(logits, keys, params)
     shards = sharding.mesh.shape["tensor"]

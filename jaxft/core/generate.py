@@ -17,7 +17,7 @@ from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, pages_for, 
 from jaxft.core.checks import check_token_ids, vocabulary_size
 from jaxft.core.decode import DecodeState, RowParams, SampledTokens, decode
 from jaxft.core.sampling import SamplingParams, sampling_params
-from jaxft.core.sharding import platform_of
+from jaxft.core.sharding import compute_platform
 from jaxft.core.types import Cache, FinishReason, Model, Params, Rollout
 
 PROMPT_BUCKET = 32
@@ -290,7 +290,7 @@ def _prefill(
     tables: Int[Any, "Q c"],
 ) -> Cache:
     """Write the keys and values of the first `counts` tokens of each row to its pages."""
-    most = PREFILL_TOKENS.get(platform_of(model.sharding), PREFILL_TOKENS_ELSEWHERE)
+    most = PREFILL_TOKENS.get(compute_platform(model.sharding), PREFILL_TOKENS_ELSEWHERE)
     width = min(most, 1 << (PAGE_TOKENS * tables.shape[1] - 1).bit_length())  # kernels want a power of two
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % width)))
 

@@ -183,7 +183,7 @@ def sample(
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
     block = jnp.where(greedy, first_largest(drawn_from.peaks), _inverse_cdf(drawn_from.masses, uniforms[:, 0]))
     if axis is None:
-        drawable, ids = _tokens_of(candidates if is_filtered else logits, block, shards)  # [R K]
+        drawable, ids = _block_tokens(candidates if is_filtered else logits, block, shards)  # [R K]
     else:
         drawable, ids = _tokens_of_axis(logits, block, axis)
     inside = drawable if is_filtered else drawable.astype(jnp.float32) / temperature
@@ -246,7 +246,7 @@ def _in_blocks(x: Shaped[Array, "R V"], padding: float, shards: int = 1) -> Shap
     return x.reshape(len(x), -1, width)
 
 
-def _tokens_of(
+def _block_tokens(
     logits: Float[Array, "R V"], block: Int[Array, "R"], shards: int = 1
 ) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
     """Return the logits of one block of each row and their ids; a shorter block begins with other tokens, at -inf."""
@@ -262,10 +262,10 @@ def _tokens_of(
 def _tokens_of_axis(
     logits: Float[Array, "R V"], block: Int[Array, "R"], axis: str
 ) -> tuple[Float[Array, "R K"], Int[Array, "R K"]]:
-    """Return `_tokens_of` where each device of a mesh axis has a shard of the vocabulary."""
+    """Return `_block_tokens` where each device of a mesh axis has a shard of the vocabulary."""
     size = logits.shape[-1]
     shard, own = jnp.divmod(block, -(-size // min(size, BLOCK_TOKENS)))
-    inside, ids = _tokens_of(logits, own)
+    inside, ids = _block_tokens(logits, own)
     inside = jnp.where((shard == jax.lax.axis_index(axis))[:, None], inside, 0)
     return jax.lax.psum(inside, axis), (shard * size)[:, None] + ids
 
@@ -367,7 +367,7 @@ def _most_likely(
     of_blocks = invariant_sum(_in_blocks(tied.astype(jnp.float32), 0.0), in_halves=in_halves)[..., 0]  # [R B]
     ends = jnp.cumsum(of_blocks, axis=-1)
     block = _first_true(ends >= needed[:, None])
-    inside, ids = _tokens_of(probs, block)  # [R K]
+    inside, ids = _block_tokens(probs, block)  # [R K]
     missing = needed - _at(ends - of_blocks, block)
     last = _at(ids, _first_true(jnp.cumsum(inside == threshold, axis=-1) >= missing[:, None]))
     return above | (tied & (jnp.arange(probs.shape[-1]) <= last[:, None]))

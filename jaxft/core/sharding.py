@@ -136,7 +136,7 @@ class Sharding:
 
     def place(self, tree: Any) -> Any:
         """Copy the arrays of a tree to their devices; a tree of shapes gets shardings instead."""
-        return _placed(tree, self.shardings(tree))
+        return _place_tree(tree, self.shardings(tree))
 
     def constrain(self, tree: Any) -> Any:
         """Constrain the arrays of a tree to the sharding of their paths, inside a jitted function."""
@@ -178,7 +178,7 @@ class Sharding:
         """
         for leaf in jax.tree.leaves(tree):
             self.check_rows(leaf.shape[0], "rows")
-        return _placed(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES), tree))
+        return _place_tree(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES), tree))
 
     def page_spec(self, axis: int) -> PartitionSpec:
         """Return the partition of keys or values with pages on this axis, 0 or 1, and heads on the other of the two.
@@ -194,7 +194,7 @@ class Sharding:
 
     def place_pages(self, cache: Any, axes: Any) -> Any:
         """Copy a cache to its devices; a tree of shapes gets shardings instead."""
-        return _placed(cache, self.page_shardings(axes))
+        return _place_tree(cache, self.page_shardings(axes))
 
     def map_pages(self, function: Callable[..., Any], cache: Any, axes: Any, *rows: Any) -> Any:
         """Return `function(cache, *rows)`, a cache, in which each device has its own pages, heads and rows.
@@ -269,10 +269,10 @@ class Sharding:
         return lines
 
 
-def devices_of(sharding: Sharding | None) -> list[Any]:
+def compute_devices(sharding: Sharding | None) -> list[Any]:
     """Return the devices that compute: those of the mesh, or jax's default device if there is none or it is abstract.
 
-    >>> devices_of(None) == jax.devices()[:1]
+    >>> compute_devices(None) == jax.devices()[:1]
     True
     """
     if sharding is not None and isinstance(sharding.mesh, Mesh):
@@ -282,16 +282,16 @@ def devices_of(sharding: Sharding | None) -> list[Any]:
     return [default] if isinstance(default, jax.Device) else jax.local_devices()[:1]
 
 
-def platform_of(sharding: Sharding | None) -> str:
-    """Return the platform of the devices that compute, `devices_of(sharding)`: "cpu", "gpu" or "tpu".
+def compute_platform(sharding: Sharding | None) -> str:
+    """Return the platform of the devices that compute, `compute_devices(sharding)`: "cpu", "gpu" or "tpu".
 
     Programs are chosen by it and not by `jax.default_backend()`, the platform of the process, which may also hold a
     policy on a CPU beside one on a GPU, or compile for devices that it does not have.
 
-    >>> platform_of(Sharding(make_mesh(devices=jax.devices("cpu")[:1])))
+    >>> compute_platform(Sharding(make_mesh(devices=jax.devices("cpu")[:1])))
     'cpu'
     """
-    return str(devices_of(sharding)[0].platform)
+    return str(compute_devices(sharding)[0].platform)
 
 
 def constrain(sharding: Sharding | None, tree: Any) -> Any:
@@ -324,7 +324,7 @@ def commit_like(params: Any, tree: Any) -> Any:
     return tree if device is None else jax.device_put(tree, device)
 
 
-def _placed(tree: Any, shardings: Any) -> Any:
+def _place_tree(tree: Any, shardings: Any) -> Any:
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree)):
         return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), tree, shardings)
     meshes = {to.mesh for to in jax.tree.leaves(shardings)}
@@ -377,13 +377,13 @@ def to_host(tree: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
         assert isinstance(leaf.sharding, NamedSharding)
-        return _replicated(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+        return _replicate(leaf, NamedSharding(leaf.sharding.mesh, PartitionSpec()))
 
     return jax.device_get(jax.tree.map(whole, tree))
 
 
 @partial(jax.jit, static_argnums=1)
-def _replicated(array: Any, sharding: NamedSharding) -> Any:
+def _replicate(array: Any, sharding: NamedSharding) -> Any:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 

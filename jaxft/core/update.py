@@ -167,7 +167,7 @@ class Update:
             return finish(state, sums._replace(grads=constrain(self._sharding, sums.grads)))
 
         self._whole = jax.jit(whole, donate_argnums=0)
-        self._reports_of = partial(reported, model, loss_fn)
+        self._reports_of = partial(report_dtypes, model, loss_fn)
         self._reports: dict[Any, Reports] = {}
 
     def __call__(
@@ -181,7 +181,7 @@ class Update:
             pause: called after each microbatch is queued, with an array that is ready when it has been computed; other
                 work of the device may be queued there.
         """
-        parts = self._placed(self.microbatches(batch))
+        parts = self._place_parts(self.microbatches(batch))
         trained, frozen = self._partition(state)
         if len(parts) == 1:
             trained, metrics = self._whole(trained, frozen, parts[0])
@@ -189,7 +189,7 @@ class Update:
             return trained._replace(params=combine(trained.params, frozen)), metrics
         counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
-        begun = self._begin(state.params, self._reported(state.params, parts[0], denominators))
+        begun = self._begin(state.params, self._report_dtypes(state.params, parts[0], denominators))
         sums = commit_like(state.params, begun)
         for part in parts:
             sums = self._add(state.params, sums, part, denominators)
@@ -218,7 +218,7 @@ class Update:
                 self._sharding.check_rows(part.tokens.shape[0], "rows of a microbatch")
         return parts
 
-    def _placed(self, parts: list[Batch]) -> list[Batch]:
+    def _place_parts(self, parts: list[Batch]) -> list[Batch]:
         return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
 
     def programs(self, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:
@@ -227,10 +227,10 @@ class Update:
         `gradient` adds a microbatch to the sums, and `step` makes the optimizer step; both find the sums among their
         arguments. An update of a single microbatch is one program, which needs less. Shapes suffice.
         """
-        (part,) = self._placed([as_batch(batch)])
+        (part,) = self._place_parts([as_batch(batch)])
         state = state if self._sharding is None else self._sharding.place(state)
         counts = jax.eval_shape(count_tokens, part.completion_mask, part.segment_ids, part.trajectory_tokens)
-        reports = self._reported(state.params, part, counts)
+        reports = self._report_dtypes(state.params, part, counts)
         sums = jax.eval_shape(lambda params: self._no_sums(params, reports), state.params)
         sums = sums if self._sharding is None else self._sharding.place(sums)
         return {
@@ -238,7 +238,7 @@ class Update:
             "step": lambda: self._finish.lower(self._partition(state)[0], sums),
         }
 
-    def _reported(self, params: Params, part: Batch, denominators: Denominators) -> "Reports":
+    def _report_dtypes(self, params: Params, part: Batch, denominators: Denominators) -> "Reports":
         fields = jax.tree.structure(part)
         if fields not in self._reports:
             self._reports[fields] = self._reports_of(params, part, denominators)
@@ -272,7 +272,7 @@ Reports = tuple[tuple[str, Any], ...]
 """Pairs of a name and a dtype, for `loss` and for each metric."""
 
 
-def reported(model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators) -> Reports:
+def report_dtypes(model: Model, loss_fn: LossFn, params: Params, part: Batch, denominators: Denominators) -> Reports:
     """Return the dtypes of loss and metrics of `loss_fn` for a batch of this shape."""
     loss, metrics = jax.eval_shape(partial(loss_fn, model), params, part, denominators)
     return (("loss", loss.dtype), *((name, x.dtype) for name, x in sorted(metrics.items())))

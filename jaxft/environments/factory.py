@@ -34,7 +34,7 @@ async def workflow(config: EnvironmentFactoryConfig, builder: Any) -> AsyncItera
             raise ValueError(f"the row's environment is {name!r}{did_you_mean(str(name), kinds, what='there are')}")
         make, tools, has_reward = kinds[name]
         environment = make()
-        messages = opening(row.get("prompt", ""), await _called(environment.reset, **row))
+        messages = opening(row.get("prompt", ""), await _call_safely(environment.reset, **row))
         rounds = 0
         while True:
             reply = await llm.chat(messages, tools=tools, max_tokens=config.max_tokens)
@@ -43,9 +43,9 @@ async def workflow(config: EnvironmentFactoryConfig, builder: Any) -> AsyncItera
                 break
             rounds += 1
             for call in reply.tool_calls:  # in order, as each may change the environment for the next
-                result = await result_of(call, environment, tools)
+                result = await tool_result(call, environment, tools)
                 messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": result})
-        return {"messages": messages, "reward": await _called(environment.get_reward) if has_reward else None}
+        return {"messages": messages, "reward": await _call_safely(environment.get_reward) if has_reward else None}
 
     yield play
 
@@ -123,17 +123,17 @@ def opening(prompt: Any, observation: Any) -> list[dict[str, Any]]:
     return [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + observation}]
 
 
-async def result_of(call: ToolCall, environment: Any, tools: Sequence[dict[str, Any]]) -> str:
+async def tool_result(call: ToolCall, environment: Any, tools: Sequence[dict[str, Any]]) -> str:
     """Return the result of a call as the policy reads it; an error is told as `{"error": ...}`."""
     try:
         if call.name not in [tool["function"]["name"] for tool in tools]:
             raise ValueError(f"there is no tool {call.name}")
-        return str(await _called(getattr(environment, call.name), **json.loads(call.arguments)))
+        return str(await _call_safely(getattr(environment, call.name), **json.loads(call.arguments)))
     except Exception as error:
         return json.dumps({"error": str(error)})
 
 
-async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
+async def _call_safely(function: Callable[..., Any], **arguments: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     return await asyncio.to_thread(function, **arguments)

@@ -69,7 +69,7 @@ async def workflow(config: VerifiersWorkflowConfig, builder: Any) -> AsyncIterat
             # A request that is repeated, after a lost connection, gets the reply that verifiers has for it already.
             client = installed("openai").AsyncOpenAI(base_url=ENDPOINT, api_key="none", timeout=None, max_retries=2)
             add_harness(vf, await stack.enter_async_context(client))
-            given, seat = seated(vf, loaders, {**config.env, "taskset": tasks})
+            given, seat = with_policy_seat(vf, loaders, {**config.env, "taskset": tasks})
             env = loaders.load_environment(loaders.resolve_env_config(given))
             episodes: weakref.WeakValueDictionary[str, Episode] = weakref.WeakValueDictionary()
             base_url = await stack.enter_async_context(serve_policy(llm, episodes))
@@ -125,7 +125,7 @@ class EpisodeFailed(RuntimeError):
     """An episode that verifiers could not finish; the message has verifiers' own error and its traceback."""
 
 
-def seated(vf: Any, loaders: Any, env: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def with_policy_seat(vf: Any, loaders: Any, env: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the configuration of an environment with the policy in its seat, and the name of that seat.
 
     A seat that pins no harness, or verifiers' chat loop `null`, is played by `chat_harness`. A seat that pins a client
@@ -233,7 +233,7 @@ def chat_harness(vf: Any, client: Any) -> type:
                 urls = {"mcpServers": {name: {"url": url} for name, url in mcp_urls.items()}}
                 tools, dispatch, servers = await mcp.connect_mcp(urls, stack)
 
-                async def result_of(call: Any) -> Any:
+                async def tool_result(call: Any) -> Any:
                     try:
                         arguments = json.loads(call.function.arguments)
                     except ValueError as error:
@@ -256,7 +256,7 @@ def chat_harness(vf: Any, client: Any) -> type:
                     if not message.tool_calls:
                         break
                     for call in message.tool_calls:
-                        messages.append({"role": "tool", "tool_call_id": call.id, "content": await result_of(call)})
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": await tool_result(call)})
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     return ChatHarness

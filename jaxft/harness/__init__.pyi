@@ -5,7 +5,7 @@ from .addresses import (
     is_loopback as is_loopback,
 )
 from .checkpointing import (
-    changes_of as changes_of,
+    find_changes as find_changes,
 )
 from .commands import (
     open_models as open_models,
@@ -15,7 +15,7 @@ from .config import (
     EvalGeneralConfig as EvalGeneralConfig,
     ValidationConfig as ValidationConfig,
     resolved_yaml as resolved_yaml,
-    secrets_of as secrets_of,
+    config_secrets as config_secrets,
 )
 from .config_merge import (
     ConfigErrors as ConfigErrors,
@@ -40,8 +40,8 @@ from .registry import (
 )
 from .runtime import (
     complain as complain,
-    config_of as config_of,
-    exit_code_of as exit_code_of,
+    command_line_config as command_line_config,
+    run_main as run_main,
 )
 from .session import (
     resume_command as resume_command,

@@ -275,17 +275,17 @@ Changes = dict[str, tuple[Any, Any]]
 """`(old, new)` values by dotted path."""
 
 
-def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
+def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     """Return the differences between two trees of plain values, `(old, new)` by path; None is a missing value.
 
-    >>> changes_of({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": [1]})
+    >>> find_changes({"a": {"x": 1, "y": 2}}, {"a": {"x": 1, "y": 3}, "b": [1]})
     {'a.y': (2, 3), 'b': (None, [1])}
     """
     changes: Changes = {}
     for name in [*before, *(name for name in now if name not in before)]:
         old, new = before.get(name), now.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            changes |= {f"{name}.{path}": values for path, values in changes_of(old, new).items()}
+            changes |= {f"{name}.{path}": values for path, values in find_changes(old, new).items()}
         elif old != new:
             changes[name] = (old, new)
     return changes
@@ -305,10 +305,10 @@ def check_changes(directory: RunDirectory, config: Config, config_file: str) -> 
             [f"{recorded}: cannot be read ({error.strerror}), and no run can be resumed without it"]
         ) from None
     now = parse_yaml(resolved_yaml(config), "the configuration")
-    changes = changes_of(before, now)
+    changes = find_changes(before, now)
     changes.pop("finetuning.output_dir", None)  # the same directory by another name, or moved
     faults = [
-        f"{path}: was {_shown(old)} and is {_shown(new)}: a resumed run must keep the value it was started with"
+        f"{path}: was {_show_value(old)} and is {_show_value(new)}: a resumed run keeps the value it was started with"
         for path, (old, new) in changes.items()
         if any(fnmatchcase(path, pattern) for pattern in IMMUTABLE)
     ]
@@ -353,7 +353,7 @@ def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, no
     ]
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     return "not set" if value is None else repr(value)
 
 

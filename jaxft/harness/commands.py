@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxft.errors import CheckFailed, ConfigError, Stopped, without_secrets
 from jaxft.harness.component_builder import ComponentBuilder
-from jaxft.harness.config import Config, load_config, secrets_of
+from jaxft.harness.config import Config, config_secrets, load_config
 from jaxft.harness.config_merge import escape_fields, literal
 from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.data_models import FinetuneConfig
@@ -22,7 +22,7 @@ from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import current_console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import secrets_of_environment
-from jaxft.runs.files import CONFIG_FILE, RESUME_COMMAND, environment_of, holds_run, ways_on
+from jaxft.runs.files import CONFIG_FILE, RESUME_COMMAND, holds_run, read_environment, ways_on
 
 EVALUATION_FILE = "evaluation.json"
 
@@ -60,7 +60,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
         raise ConfigError(
             [f"{folder}: holds no run to continue: it has no {CONFIG_FILE}; start one with jaxft finetune"]
         )
-    about = environment_of(folder)
+    about = read_environment(folder)
     command = about.get(RESUME_COMMAND)
     if command is not None and not command.startswith("jaxft resume "):
         raise ConfigError(
@@ -158,7 +158,7 @@ async def open_models(config: Config, *, seed: int = 0) -> AsyncIterator[Compone
     console, own = current_console(), config.model_copy(update={"finetuning": FinetuneConfig(seed=seed)})
     with (
         tempfile.TemporaryDirectory() as folder,
-        hiding(secrets_of(config) | secrets_of_environment()),
+        hiding(config_secrets(config) | secrets_of_environment()),
         without_secrets(),
         RunDirectory.create(Path(folder)) as directory,
     ):

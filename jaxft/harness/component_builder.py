@@ -42,7 +42,7 @@ from jaxft.harness.evaluators import (
     Evaluator,
     WeightedSum,
     WeightedSumConfig,
-    evaluator_of,
+    as_evaluator,
 )
 from jaxft.harness.registry import (
     REGISTRY,
@@ -142,7 +142,7 @@ class ComponentBuilder(ConfigBuilder):
         if self._lender is not None and name in self._lender.config.llms:
             return await self._lender.get_llm(name, wrapper_type)
         llm = await self._language_model(name)
-        return llm if wrapper_type is None else rollout.client_of(llm, wrapper_type)
+        return llm if wrapper_type is None else rollout.framework_client(llm, wrapper_type)
 
     async def _language_model(self, name: str) -> Any:
         return await self._get("llms", name, LLMConfig, object)
@@ -162,7 +162,7 @@ class ComponentBuilder(ConfigBuilder):
         """
         if self._lender is not None:
             return await self._lender.get_server_url(default, port)
-        return await self._shared("server", lambda: self._serve(default, port))
+        return await self._make_shared("server", lambda: self._serve(default, port))
 
     async def _serve(self, default: ServeConfig | None, port: int | None) -> str:
         asked = {name: config.served_at for name, config in self.config.llms.items() if config.served_at is not None}
@@ -198,7 +198,7 @@ class ComponentBuilder(ConfigBuilder):
     async def get_workflow(self) -> Workflow:
         """Return the workflow: the agent."""
         workflow = await self._once("workflow", self.config.workflow, WorkflowConfig)
-        return _checked("workflow", workflow, Callable)
+        return _check_kind("workflow", workflow, Callable)
 
     def _check_changeable(self, path: str, component: str) -> None:
         if component in self._components:
@@ -208,7 +208,7 @@ class ComponentBuilder(ConfigBuilder):
         """Return the evaluator `eval.evaluators.<name>`."""
         made = await self._get(SECTION, name, EvaluatorConfig, object)
         is_group = isinstance(self.get_evaluator_config(name), GroupEvaluatorConfig)
-        return _checked(f"{SECTION}.{name}", evaluator_of(made, is_group=is_group), Callable)
+        return _check_kind(f"{SECTION}.{name}", as_evaluator(made, is_group=is_group), Callable)
 
     async def get_dataset(self) -> list[EvalInputItem]:
         """Return the examples of `eval.general.dataset`: at least one, with unique ids."""
@@ -221,7 +221,7 @@ class ComponentBuilder(ConfigBuilder):
         if any(config.served_at is not None for config in self.config.llms.values()):
             await self.get_server_url()
         if self.config.eval.validation is not None and self.config.finetuning.enabled:
-            await self._shared("validation examples", self._read_validation)
+            await self._make_shared("validation examples", self._read_validation)
         await self.get_evaluation()
 
     async def get_trajectory_builder(self, name: str) -> TrajectoryBuilder:
@@ -252,19 +252,19 @@ class ComponentBuilder(ConfigBuilder):
 
     async def get_loggers(self) -> Loggers:
         """Return the loggers of `finetuning.loggers`."""
-        return await self._shared("finetuning.loggers", self._make_loggers)
+        return await self._make_shared("finetuning.loggers", self._make_loggers)
 
     async def _make_loggers(self) -> Loggers:
         loggers = Loggers(self.console)
         for number, config in enumerate(self.config.finetuning.loggers):
             place = f"finetuning.loggers.{number}"
-            made = _checked(place, await self._once(place, config, LoggerConfig), RunLogger)
+            made = _check_kind(place, await self._once(place, config, LoggerConfig), RunLogger)
             loggers.add(f"{place} ({config.type_name})", made)
         return loggers
 
     async def get_validation(self) -> Validation | None:
         """Return the validation of `eval.validation`; None without that section."""
-        return await self._shared("validation", self._make_validation)
+        return await self._make_shared("validation", self._make_validation)
 
     async def _read_validation(self) -> "tuple[ComponentBuilder, list[EvalInputItem]]":
         """Return the examples of `eval.validation`, and the component builder of the validation's configuration."""
@@ -283,7 +283,7 @@ class ComponentBuilder(ConfigBuilder):
         section = self.config.eval.validation
         if section is None:
             return None
-        source, examples = await self._shared("validation examples", self._read_validation)
+        source, examples = await self._make_shared("validation examples", self._read_validation)
         reward = source.config.finetuning.reward_function or self.config.finetuning.reward_function
         return Validation(
             await source.make_evaluation(reward, counted_with=await self.get_evaluation()),
@@ -296,7 +296,7 @@ class ComponentBuilder(ConfigBuilder):
     async def get_evaluation(self) -> Evaluation:
         """Return the workflow with all evaluators and the reward of `finetuning.reward_function`."""
         reward = self.config.finetuning.reward_function
-        return await self._shared("evaluation", lambda: self.make_evaluation(reward))
+        return await self._make_shared("evaluation", lambda: self.make_evaluation(reward))
 
     async def make_evaluation(
         self, reward: RewardFunctionConfig | None, counted_with: Evaluation | None = None
@@ -344,7 +344,7 @@ class ComponentBuilder(ConfigBuilder):
 
     async def _in_worker(self, name: str | None, seconds: float | None, late: str) -> Callable[..., Any]:
         """Return the workflow, for None, or an evaluator as a function that runs in workers; see `WorkerPool`."""
-        pool = await self._shared("workers", self._make_pool)
+        pool = await self._make_shared("workers", self._make_pool)
         return pool.function(name, seconds, late)
 
     async def _make_pool(self) -> Any:
@@ -361,12 +361,12 @@ class ComponentBuilder(ConfigBuilder):
     async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:
         """Return the component `name` of a section; its factory must yield an instance of `kind`."""
         place = f"{section}.{name}"
-        return _checked(place, await self._once(place, self._config_of(section, name), base), kind)
+        return _check_kind(place, await self._once(place, self._find_config(section, name), base), kind)
 
     async def _once(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
-        return await self._shared(place, lambda: self._make(place, config, base))
+        return await self._make_shared(place, lambda: self._make(place, config, base))
 
-    async def _shared(self, place: str, make: Callable[[], Any]) -> Any:
+    async def _make_shared(self, place: str, make: Callable[[], Any]) -> Any:
         """Return the result of `make`, called once per path, however many callers wait for it.
 
         Raises:
@@ -444,7 +444,7 @@ def _failure(what: str, failure: UserCodeError) -> JaxftError:
     return ComponentError(f"{what}: {told}")
 
 
-def _checked(place: str, made: Any, kind: Any) -> Any:
+def _check_kind(place: str, made: Any, kind: Any) -> Any:
     if not isinstance(made, kind):
         wanted = "a function" if kind is Callable else f"a {kind.__name__}"
         raise ComponentError(f"{place}: its factory must yield {wanted}, not {type(made).__name__}")

@@ -265,7 +265,7 @@ def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], s
     llms = _section(mapping, "llms")
     served = {name: llm for name, llm in llms.items() if not (isinstance(llm, dict) and llm.get("_type") in elsewhere)}
     values = expanded({"imports": mapping.get("imports", []), "llms": served}, "", faults)
-    models = _validated(ModelsConfig, values, faults)
+    models = _validate_model(ModelsConfig, values, faults)
     config = Config.model_construct(llms={} if models is None else models.llms)
     for name, llm in config.llms.items():
         for path, message in llm.faults(name, config):
@@ -327,7 +327,7 @@ def resolved_yaml(config: Config) -> str:
     return dump_yaml(values)
 
 
-def secrets_of(config: BaseModel) -> set[str]:
+def config_secrets(config: BaseModel) -> set[str]:
     """Return all secrets of the configuration in clear: secret types, texts under names like `api_key`, and in URLs."""
     found: set[str] = set()
 
@@ -367,7 +367,7 @@ def _config(
     override(mapping, overrides, faults)
     values = expanded(mapping, "", faults)
     import_installed()
-    config = _validated(Config, values, faults)
+    config = _validate_model(Config, values, faults)
     if config is not None and not is_validation:  # a run never writes to the directory of that configuration
         config = _with_output_dir(config, faults)
     if faults or config is None:
@@ -377,7 +377,7 @@ def _config(
     return config
 
 
-def _validated(model: type[Model], values: dict[str, Any], faults: ConfigErrors) -> Model | None:
+def _validate_model(model: type[Model], values: dict[str, Any], faults: ConfigErrors) -> Model | None:
     """Return the values as a model after its modules are imported; None if there are faults, which are added."""
     imports_failed = not _import_modules(values.get("imports"), faults)
     try:

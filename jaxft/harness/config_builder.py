@@ -50,12 +50,14 @@ class ConfigBuilder:
     async def set_workflow(self, config: WorkflowConfig) -> None:
         """Set the workflow."""
         self._check_changeable("workflow", "workflow")
-        self.config = self.config.model_copy(update={"workflow": _checked(config, WorkflowConfig)})
+        self.config = self.config.model_copy(update={"workflow": _check_kind(config, WorkflowConfig)})
 
     async def set_dataset(self, config: DatasetConfig) -> None:
         """Set the dataset, `eval.general.dataset`."""
         self._check_changeable("eval.general.dataset", "eval.general.dataset")
-        self._set_eval(general=self.config.eval.general.model_copy(update={"dataset": _checked(config, DatasetConfig)}))
+        self._set_eval(
+            general=self.config.eval.general.model_copy(update={"dataset": _check_kind(config, DatasetConfig)})
+        )
 
     async def add_evaluator(self, name: str, config: EvaluatorConfig) -> None:
         """Add the evaluator `eval.evaluators.<name>`."""
@@ -90,31 +92,31 @@ class ConfigBuilder:
 
     def get_llm_config(self, name: str) -> LLMConfig:
         """Return the configuration of `llms.<name>`."""
-        return self._config_of("llms", name)
+        return self._find_config("llms", name)
 
     def get_workflow_config(self) -> WorkflowConfig:
         """Return the configuration of the workflow."""
-        return _known(dict(self.config), "workflow", "workflow", "set_workflow")
+        return _find_field(dict(self.config), "workflow", "workflow", "set_workflow")
 
     def get_dataset_config(self) -> DatasetConfig:
         """Return the configuration of the dataset."""
-        return _known(dict(self.config.eval.general), "dataset", "eval.general.dataset", "set_dataset")
+        return _find_field(dict(self.config.eval.general), "dataset", "eval.general.dataset", "set_dataset")
 
     def get_evaluator_config(self, name: str) -> EvaluatorConfig:
         """Return the configuration of `eval.evaluators.<name>`."""
-        return self._config_of(SECTION, name)
+        return self._find_config(SECTION, name)
 
     async def get_trajectory_builder_config(self, name: str) -> TrajectoryBuilderConfig:
         """Return the configuration of `trajectory_builders.<name>`."""
-        return self._config_of("trajectory_builders", name)
+        return self._find_config("trajectory_builders", name)
 
     async def get_trainer_adapter_config(self, name: str) -> TrainerAdapterConfig:
         """Return the configuration of `trainer_adapters.<name>`."""
-        return self._config_of("trainer_adapters", name)
+        return self._find_config("trainer_adapters", name)
 
     async def get_trainer_config(self, name: str) -> TrainerConfig:
         """Return the configuration of `trainers.<name>`."""
-        return self._config_of("trainers", name)
+        return self._find_config("trainers", name)
 
     def get_max_concurrency(self) -> int:
         """Return `eval.general.max_concurrency`, for a `BaseEvaluator`."""
@@ -126,7 +128,7 @@ class ConfigBuilder:
     def _configs(self, section: str) -> Mapping[str, Any]:
         return self.config.eval.evaluators if section == SECTION else dict(self.config)[section]
 
-    def _config_of(self, section: str, name: str) -> Any:
+    def _find_config(self, section: str, name: str) -> Any:
         configs = self._configs(section)
         if name not in configs:
             raise ConfigError([f"'{name}' is not in '{section}'{did_you_mean(name, configs, what='there')}"])
@@ -136,7 +138,7 @@ class ConfigBuilder:
         configs = self._configs(section)
         if name in configs:
             raise ConfigError([f"'{name}' is in '{section}' already: give one of them another name"])
-        added = {**configs, name: _checked(config, base)}
+        added = {**configs, name: _check_kind(config, base)}
         if section == SECTION:
             self._set_eval(evaluators=added)
         else:
@@ -146,13 +148,13 @@ class ConfigBuilder:
         self.config = self.config.model_copy(update={"eval": self.config.eval.model_copy(update=fields)})
 
 
-def _known(fields: Mapping[str, Any], name: str, path: str, setter: str) -> Any:
+def _find_field(fields: Mapping[str, Any], name: str, path: str, setter: str) -> Any:
     if name not in fields:
         raise ConfigError([f"{path}: is not set yet: call {setter} first"])
     return fields[name]
 
 
-def _checked(config: C, base: type[ComponentConfig]) -> C:
+def _check_kind(config: C, base: type[ComponentConfig]) -> C:
     if not isinstance(config, base):
         raise TypeError(f"the configuration is a {type(config).__name__}; wanted is one of a {KINDS[base].name}")
     return config

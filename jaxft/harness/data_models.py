@@ -288,11 +288,11 @@ REGISTRY.add(LoggerConfig, TensorBoardLoggerConfig, "jaxft.runs.tensorboard:tens
 REGISTRY.add(LoggerConfig, WandbLoggerConfig, "jaxft.runs.weights_and_biases:wandb_logger", extra="wandb")
 
 
-def _named(value: Any) -> Any:
+def _check_name(value: Any) -> Any:
     return {"_type": value} if isinstance(value, str) else value
 
 
-AnyLogger = Annotated[SerializeAsAny[LoggerConfig], chosen_by_type(LoggerConfig), BeforeValidator(_named)]
+AnyLogger = Annotated[SerializeAsAny[LoggerConfig], chosen_by_type(LoggerConfig), BeforeValidator(_check_name)]
 """A logger; a name alone stands for a logger of that `_type` with its defaults."""
 
 

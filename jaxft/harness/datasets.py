@@ -97,12 +97,12 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
             place = f"{path}:{number}"
-            yield Row(place, _object(_parsed(line, path, number), place))
+            yield Row(place, _object(_parse_json(line, path, number), place))
 
 
 def read_json(path: Path) -> Iterator[Row]:
     """Read the rows of a JSON file, one list of objects; encoding and errors are those of `read_jsonl`."""
-    values = _parsed(_text(path), path)
+    values = _parse_json(_text(path), path)
     if not isinstance(values, list):
         raise DatasetError(f"{path}:1: wants a list of objects: [{{...}}, ...]")
     for number, value in enumerate(values, start=1):
@@ -285,7 +285,7 @@ def _text(path: Path) -> str:
     return text
 
 
-def _parsed(text: str, path: Path, line: int | None = None) -> Any:
+def _parse_json(text: str, path: Path, line: int | None = None) -> Any:
     """Return the value of strict JSON that begins at a line of a file, or that is the whole file."""
     place = str(path) if line is None else f"{path}:{line}"
     try:

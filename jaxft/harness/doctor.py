@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.registry import ENTRY_POINTS, KINDS, REGISTRY, import_installed
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import environment, version
@@ -35,7 +35,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         config = None if parsed.config_file is None else load_config(parsed.config_file, parsed.override)
         doctor(config, sharding=parsed.sharding)
 
-    return exit_code_of(main, title="doctor")
+    return run_main(main, title="doctor")
 
 
 def doctor(config: Config | None, *, sharding: bool = False) -> None:

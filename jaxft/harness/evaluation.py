@@ -24,7 +24,7 @@ from jaxft.harness.evaluators import (
     EvaluatorInfo,
     GroupBarrier,
     WeightedSum,
-    evaluator_of,
+    as_evaluator,
     run_evaluators,
     to_scalar,
     weighted_sum_faults,
@@ -101,7 +101,7 @@ class Evaluation:
         if faults:
             raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
         bound = {
-            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(evaluator_of(each))
+            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(as_evaluator(each))
             for name, each in evaluators.items()
             if not isinstance(each, WeightedSum)
         }
@@ -283,11 +283,11 @@ class Evaluation:
         async with self._slots:
             outcome = await self._roll_out(item, episode)
             if outcome.error is None:
-                (outcome,) = await self._scored(self._evaluators, [outcome])
+                (outcome,) = await self._score_outcomes(self._evaluators, [outcome])
         # The concurrency slot is free while the episode waits for its group, whose episodes may need it.
         if group is not None and outcome.error is None:
             outcome = await group.result(outcome.generation, outcome)
-        return outcome if outcome.error is not None else self._rewarded(outcome)
+        return outcome if outcome.error is not None else self._add_reward(outcome)
 
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
         started = episode.began_at = time.perf_counter()
@@ -325,9 +325,9 @@ class Evaluation:
 
     async def _score_group(self, group: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
         async with self._group_slots:
-            return await self._scored(self._group_evaluators, group)
+            return await self._score_outcomes(self._group_evaluators, group)
 
-    async def _scored(
+    async def _score_outcomes(
         self, evaluators: Mapping[str, BoundEvaluator], outcomes: list[EpisodeOutcome]
     ) -> list[EpisodeOutcome]:
         started = time.perf_counter()
@@ -336,7 +336,7 @@ class Evaluation:
         seconds = (time.perf_counter() - started) / len(outcomes)
         return [outcome.scored(each, seconds) for outcome, each in zip(outcomes, scores, strict=True)]
 
-    def _rewarded(self, outcome: EpisodeOutcome) -> EpisodeOutcome:
+    def _add_reward(self, outcome: EpisodeOutcome) -> EpisodeOutcome:
         """Return the outcome with the weighted sums of its scores, and its reward."""
         scores = outcome.scores | {name: weighted(outcome.scores) for name, weighted in self._sums.items()}
         score = None if self.reward_name is None else scores[self.reward_name]
@@ -388,12 +388,12 @@ def _began(episode: Episode) -> float:
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
-    items = [verdict_of(name, outcome) for outcome in outcomes]
+    items = [find_verdict(name, outcome) for outcome in outcomes]
     scores = [item.score for item in items if item.score is not None]
     return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
 
 
-def verdict_of(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
+def find_verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
     """Return the score that the evaluator `name` gave an episode, with its reasoning or why the score is not usable."""
     given = outcome.scores.get(name)
     score = to_scalar(given)

@@ -144,14 +144,14 @@ class EvaluatorInfo:
     description: str
 
 
-def evaluator_of(made: Any, *, is_group: bool = False) -> Any:
+def as_evaluator(made: Any, *, is_group: bool = False) -> Any:
     """Return an `EvaluatorInfo` or a `BaseEvaluator` as a function of an episode, or of a list; all else unchanged.
 
     >>> class Length(BaseEvaluator):
     ...     async def evaluate_item(self, item):
     ...         return EvalOutputItem(id=item.id, score=len(item.output_obj), reasoning="its length")
     >>> item = EvalInputItem(id="a", output_obj="four", full_dataset_entry={})
-    >>> asyncio.run(evaluator_of(Length())(item)).score
+    >>> asyncio.run(as_evaluator(Length())(item)).score
     4.0
     """
     if not isinstance(made, EvaluatorInfo | BaseEvaluator):
@@ -163,7 +163,7 @@ def evaluator_of(made: Any, *, is_group: bool = False) -> Any:
         output = await evaluate_fn(EvalInput(eval_input_items=episodes))
         if not isinstance(output, EvalOutput) or len(output.eval_output_items) != len(episodes):
             wanted = f"an EvalOutput with {len(episodes)} items"
-            raise TypeError(f"it gave {_shown(output)} for example '{episodes[0].id}': wanted is {wanted}")
+            raise TypeError(f"it gave {_show_value(output)} for example '{episodes[0].id}': wanted is {wanted}")
         return output.eval_output_items if is_group else output.eval_output_items[0]
 
     return evaluate
@@ -267,7 +267,7 @@ def scored_values(given: Any, items: Sequence[EvalInputItem], *, is_group: bool)
         return [_scored_alone(given, example_id)]
     if not isinstance(given, Sequence) or isinstance(given, str | bytes):
         raise TypeError(
-            f"it gave {_shown(given)} for example '{example_id}': wanted is a list with a score for each of its "
+            f"it gave {_show_value(given)} for example '{example_id}': wanted is a list with a score for each of its "
             f"{len(items)} episodes"
         )
     if len(given) != len(items):
@@ -276,17 +276,17 @@ def scored_values(given: Any, items: Sequence[EvalInputItem], *, is_group: bool)
 
 
 def _scored_alone(value: Any, example_id: str) -> Scored | UserCodeError:
-    """Return `_scored`, or the error of this episode: one that the evaluator returned, or of a wrong value."""
+    """Return `_read_score`, or the error of this episode: one that the evaluator returned, or of a wrong value."""
     try:
         with user_code():
             if isinstance(value, Exception):
                 raise value
-            return _scored(value, example_id)
+            return _read_score(value, example_id)
     except UserCodeError as failure:
         return failure
 
 
-def _scored(value: Any, example_id: str) -> Scored:
+def _read_score(value: Any, example_id: str) -> Scored:
     """Return score and reasoning from the value that an evaluator returned for one episode."""
     if isinstance(value, Scored):  # that of a worker
         return value
@@ -319,11 +319,11 @@ def _score(value: Any, example_id: str) -> Score:
         odd = [name for name in value if name not in known]
         if known and not odd:
             return {name: None if (part := value[name]) is None else _float(part, example_id) for name in known}
-        wrong = f"; what is wrong: {odd[0]!r}: {_shown(value[odd[0]])}" if odd else ""
+        wrong = f"; what is wrong: {odd[0]!r}: {_show_value(value[odd[0]])}" if odd else ""
     elif is_number(value):
         return _float(value, example_id)
     wanted = "wanted is a number, a dict of named numbers, an EvalOutputItem, or None"
-    raise TypeError(f"it gave {_shown(value)} for example '{example_id}': {wanted}{wrong}")
+    raise TypeError(f"it gave {_show_value(value)} for example '{example_id}': {wanted}{wrong}")
 
 
 def _float(value: Any, example_id: str) -> float:
@@ -346,7 +346,7 @@ def is_number(value: Any) -> bool:
     return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "biufV"
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     return f"{repr(value)[:100]} ({type(value).__name__})"
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft.errors import ConfigError
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_merged, load_model
@@ -25,7 +25,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     async def main() -> None:
         export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
 
-    return exit_code_of(main, title="export")
+    return run_main(main, title="export")
 
 
 def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:

@@ -23,7 +23,9 @@ def write_agent(folder: Path) -> list[Path]:
     """
     name = folder.absolute().name
     check_name(name)
-    written = {_named(file.name.removesuffix(SUFFIX), name): file for file in sorted(TEMPLATES.glob(f"*{SUFFIX}"))}
+    written = {
+        _fill_template(file.name.removesuffix(SUFFIX), name): file for file in sorted(TEMPLATES.glob(f"*{SUFFIX}"))
+    }
     taken = [each for each in written if (folder / each).exists()]
     if taken or (folder.exists() and not folder.is_dir()):
         there = f"has {', '.join(taken)} already" if taken else "is a file"
@@ -32,7 +34,7 @@ def write_agent(folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in written.items():
             with (folder / path).open("x", encoding="utf-8") as stream:  # never over a file of this very moment
-                stream.write(_named(template.read_text("utf-8"), name))
+                stream.write(_fill_template(template.read_text("utf-8"), name))
     return [folder / each for each in written]
 
 
@@ -54,10 +56,10 @@ def check_name(name: str) -> None:
     raise ConfigError([f"'{name}' is {what}: take '{suggestion}'"])
 
 
-def _named(text: str, name: str) -> str:
+def _fill_template(text: str, name: str) -> str:
     """Return a template with the name of the agent.
 
-    >>> _named("class MyAgentConfig: ...  # my_agent", "word_game")
+    >>> _fill_template("class MyAgentConfig: ...  # my_agent", "word_game")
     'class WordGameConfig: ...  # word_game'
     """
     camel = "".join(part[:1].upper() + part[1:] for part in name.split("_"))

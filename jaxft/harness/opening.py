@@ -16,9 +16,9 @@ from jaxft.errors import (
     one_line,
     without_secrets,
 )
-from jaxft.harness.checkpointing import Checkpointing, changes_of, check_changes, masked_paths, record
+from jaxft.harness.checkpointing import Checkpointing, check_changes, find_changes, masked_paths, record
 from jaxft.harness.component_builder import ComponentBuilder
-from jaxft.harness.config import Config, resolved_yaml, secrets_of, validation_config
+from jaxft.harness.config import Config, config_secrets, resolved_yaml, validation_config
 from jaxft.harness.config_help import differences_to_defaults
 from jaxft.harness.session import MODEL_FOLDER, Session, resume_command, run_environment
 from jaxft.harness.signals import Shutdown, current_shutdown
@@ -76,7 +76,7 @@ async def open_session(
     """
     shown_on = current_console() if console is None else console
     path = config.finetuning.output_dir if output_dir is None else output_dir
-    secrets = secrets_of(config) | secrets_of(validation_config(config)) | secrets_of_environment()
+    secrets = config_secrets(config) | config_secrets(validation_config(config)) | secrets_of_environment()
     shutdown = current_shutdown() if output_dir is None else None
     group, shared = process_group(), None
     if group.is_first:
@@ -268,7 +268,7 @@ async def _check_alike(config: Config, num_examples: int, digest: str, now: str)
     first, *others = await group.gather("configuration and dataset", [resolved_yaml(config), digest, now])
     for index, (configuration, other_digest, _) in enumerate(others, 1):
         of_both = (parse_yaml(each, "the configuration") for each in (first[0], configuration))
-        changes = changes_of(*of_both)
+        changes = find_changes(*of_both)
         for path, (of_first, own) in changes.items():
             raise HostsError(f"{path} is {own!r} in process {index}, and {of_first!r} in process 0: give all the same")
         if other_digest != first[1]:

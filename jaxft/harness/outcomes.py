@@ -173,8 +173,8 @@ def _as_json(outcome: EpisodeOutcome | BaseException) -> Any:
         "candidates": [([call.index for call in calls], scores) for calls, scores in episode.candidates],
         "is_dropped": episode.is_dropped,
         "texts": {
-            llm: {token: text_of(token) for call in episode.calls if call.llm == llm for token in call.token_ids}
-            for llm, text_of in episode.texts_of_tokens.items()
+            llm: {token: decoded_text(token) for call in episode.calls if call.llm == llm for token in call.token_ids}
+            for llm, decoded_text in episode.texts_of_tokens.items()
         },
     }
     return to_jsonable_python(given, inf_nan_mode="constants", fallback=lambda value: value.tolist())  # of numpy

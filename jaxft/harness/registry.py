@@ -227,7 +227,7 @@ class Registry:
             raise TypeError(
                 f"{config_type.__name__} has no name: write class {config_type.__name__}({base.__name__}, name='...')"
             )
-        place = factory if isinstance(factory, str) else _place_of(factory)
+        place = factory if isinstance(factory, str) else _source_place(factory)
         new = Component(config_type, factory, place, extra)
         name = config_type.type_name
         old = self._components.setdefault((base, name), new)
@@ -257,7 +257,7 @@ class Registry:
         return sorted(name for kind, name in self._components if kind is base)
 
 
-def _place_of(factory: Factory) -> str:
+def _source_place(factory: Factory) -> str:
     if not inspect.isasyncgenfunction(factory):
         raise TypeError(f"{factory} is no factory: write it as `async def factory(config, builder)` with one `yield`")
     code = factory.__code__

@@ -37,7 +37,7 @@ from jaxft.harness.process import prepare_process
 from jaxft.harness.registry import REGISTRY
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
-from jaxft.harness.verbs import OptionParser, installed_verbs, processes_arguments, processes_of
+from jaxft.harness.verbs import OptionParser, installed_verbs, processes_arguments, processes_options
 from jaxft.hosts.start import LAUNCHER, Place, find_place, join, leave
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
@@ -84,14 +84,14 @@ def run_parsed(main: Main, parsed: argparse.Namespace, command: Sequence[str]) -
     """
 
     async def load_and_run() -> None:
-        config = config_of(parsed)
+        config = command_line_config(parsed)
         if resume_command.get() is None:
             resume_command.set(command_to_resume(command))
         config_file.set(parsed.config_file)
         await main(config, parsed)
 
-    processes = processes_of(parsed)
-    return exit_code_of(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level, processes=processes)
+    processes = processes_options(parsed)
+    return run_main(load_and_run, title=str(parsed.config_file), log_level=parsed.log_level, processes=processes)
 
 
 def command_to_resume(arguments: Sequence[str]) -> str:
@@ -113,7 +113,7 @@ def command_to_resume(arguments: Sequence[str]) -> str:
     return shlex.join(["python", *kept, "--resume"])
 
 
-def config_of(parsed: argparse.Namespace, overrides: Sequence[tuple[str, str]] | None = None) -> Config:
+def command_line_config(parsed: argparse.Namespace, overrides: Sequence[tuple[str, str]] | None = None) -> Config:
     """Return the configuration of a command line.
 
     Args:
@@ -188,7 +188,7 @@ def _is_shown(record: logging.LogRecord) -> bool:
     return not is_installed and not record.pathname.startswith(_STANDARD_LIBRARY)
 
 
-def exit_code_of(
+def run_main(
     main: Callable[[], Awaitable[None]],
     *,
     title: str | None = None,
@@ -209,8 +209,8 @@ def exit_code_of(
         log_level: one of `LOG_LEVELS`.
         on_stderr: True to show messages and log records on standard error, as standard output has the program's result.
         computes: False for a program that leaves all computing to other processes, so that it needs no jax.
-        processes: options that say which of several processes of one run this is, as `processes_of` returns them; only
-            the first shows messages. None for a program that is always one process.
+        processes: options that say which of several processes of one run this is, as `processes_options` returns
+            them; only the first shows messages. None for a program that is always one process.
     """
     try:
         place = None if processes is None else find_place(processes)
@@ -242,7 +242,7 @@ def exit_code_of(
 def run_until_signalled(
     main: Callable[[], Awaitable[T]], shutdown: Shutdown, *, computes: bool = True, place: Place | None = None
 ) -> T:
-    """Run an asynchronous main, which SIGINT and SIGTERM stop, and return its result; options as in `exit_code_of`.
+    """Run an asynchronous main, which SIGINT and SIGTERM stop, and return its result; options as in `run_main`.
 
     Raises:
         CancelledError: a signal came while no run listened to it.
@@ -276,7 +276,7 @@ def run_until_signalled(
     return result
 
 
-def result_of(main: Callable[[], Awaitable[T]]) -> T:
+def run_to_result(main: Callable[[], Awaitable[T]]) -> T:
     """Run an asynchronous main for a script or a notebook, and return its result.
 
     Where an event loop runs already, as in a notebook, the main runs in a thread of its own, and Ctrl-C (or the

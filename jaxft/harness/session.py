@@ -150,7 +150,7 @@ class Session:
     def _run_configuration(self) -> FinetuneRunConfig:
         """Return what the configuration says of dataset and validation; a dataset without a file has its `_type`."""
 
-        def file_of(dataset: DatasetConfig | None) -> Path | None:
+        def dataset_file(dataset: DatasetConfig | None) -> Path | None:
             if dataset is None:
                 return None
             return dataset.file_path if isinstance(dataset, FileDatasetConfig) else Path(str(dataset.type_name))
@@ -158,9 +158,9 @@ class Session:
         general, validation = self.config.eval.general, self.config.eval.validation
         return FinetuneRunConfig(
             config_file=self.directory.file(CONFIG_FILE),
-            dataset=file_of(general.dataset),
+            dataset=dataset_file(general.dataset),
             result_json_path=general.result_json_path,
-            validation_dataset=None if validation is None else file_of(validation.dataset or general.dataset),
+            validation_dataset=None if validation is None else dataset_file(validation.dataset or general.dataset),
             validation_interval=None if validation is None else validation.interval,
             validation_config_file=None if validation is None else validation.config_file,
         )
@@ -282,9 +282,9 @@ class Session:
         finetuning = self.config.finetuning
         if not finetuning.enabled:
             raise ConfigError(["finetuning.enabled: is false: set it to true to train"])
-        trainer = await self.builder.get_trainer(_chosen("trainer", finetuning.trainer))
+        trainer = await self.builder.get_trainer(_component_name("trainer", finetuning.trainer))
         trajectory_builder = await self.builder.get_trajectory_builder(
-            _chosen("trajectory_builder", finetuning.trajectory_builder)
+            _component_name("trajectory_builder", finetuning.trajectory_builder)
         )
         await trainer.bind_components(trajectory_builder, await self.adapter())
         return trainer
@@ -329,7 +329,7 @@ class Session:
     async def adapter(self) -> TrainerAdapter:
         """Return the adapter that `finetuning.trainer_adapter` names."""
         return await self.builder.get_trainer_adapter(
-            _chosen("trainer_adapter", self.config.finetuning.trainer_adapter)
+            _component_name("trainer_adapter", self.config.finetuning.trainer_adapter)
         )
 
     def write_result(self, values: Mapping[str, Any]) -> None:
@@ -366,7 +366,7 @@ def _has_trained(status: TrainingJobStatus) -> bool:
     return ((status.metadata or {}).get("metrics") or {}).get("applied_updates", 1) > 0
 
 
-def _chosen(field: str, name: str | None) -> str:
+def _component_name(field: str, name: str | None) -> str:
     if name is None:
         raise ConfigError([f"finetuning.{field}: is null: name an entry of {field}s"])
     return name

@@ -172,7 +172,7 @@ class EpisodeSteps(Sequence[IntermediateStep]):
 
     @functools.cached_property
     def _steps(self) -> list[IntermediateStep]:
-        return list(_steps_of(self._episode, self._output))
+        return list(_make_steps(self._episode, self._output))
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -243,7 +243,7 @@ def _num_known(keys: Sequence[Any], conversations: Sequence[Sequence[Any]]) -> i
     return max((len(known) for known in conversations if list(keys[: len(known)]) == list(known)), default=0)
 
 
-def _steps_of(episode: Episode, output: Any) -> Iterator[IntermediateStep]:
+def _make_steps(episode: Episode, output: Any) -> Iterator[IntermediateStep]:
     def step(
         event_type: IntermediateStepType, name: str, functions: Sequence[str], uuid: str, **fields: Any
     ) -> IntermediateStep:
@@ -260,7 +260,7 @@ def _steps_of(episode: Episode, output: Any) -> Iterator[IntermediateStep]:
         uuid, said = f"{episode.id}/llm/{call.index}", list(call.messages)
         for number, message in enumerate(call.messages[_num_known(call.message_keys, conversations) :]):
             if message["role"] in ("tool", "function"):
-                name, arguments = _tool_of(message, said)
+                name, arguments = _called_tool(message, said)
                 yield step(
                     IntermediateStepType.TOOL_END,
                     name,
@@ -297,7 +297,7 @@ def _ancestry(functions: Sequence[str]) -> InvocationNode:
     return InvocationNode(function_id=ids[-1], function_name=path[-1], parent_id=parent_id, parent_name=parent_name)
 
 
-def _tool_of(result: dict[str, Any], messages: Sequence[dict[str, Any]]) -> tuple[str, Any]:
+def _called_tool(result: dict[str, Any], messages: Sequence[dict[str, Any]]) -> tuple[str, Any]:
     """Return name and arguments of the tool that gave a result: those of the call of its id."""
     for message in messages:
         for call in message.get("tool_calls", ()):

@@ -77,7 +77,7 @@ def parse_yaml(text: str, source: str) -> Any:
             [f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read: keep texts in files (file://)"]
         )
     try:
-        return _copied(yaml.load(text, _Loader), [MAX_VALUES])
+        return _copy_value(yaml.load(text, _Loader), [MAX_VALUES])
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError([f"{source}:{line}: the character {error.character!r} is not allowed"]) from None
@@ -98,11 +98,11 @@ def _fault(message: str, mark: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=message, problem_mark=mark)
 
 
-def _copied(value: Any, left: list[int]) -> Any:
+def _copy_value(value: Any, left: list[int]) -> Any:
     """Return a copy without shared parts; `left` holds the number of values that it may still have."""
     left[0] -= 1
     if left[0] < 0:
         raise RecursionError
     if isinstance(value, dict):
-        return {name: _copied(inner, left) for name, inner in value.items()}
-    return [_copied(inner, left) for inner in value] if isinstance(value, list) else value
+        return {name: _copy_value(inner, left) for name, inner in value.items()}
+    return [_copy_value(inner, left) for inner in value] if isinstance(value, list) else value

@@ -25,7 +25,7 @@ import jaxft
 from jaxft.errors import UserCodeError, user_code
 from jaxft.harness.registry import REGISTRY
 from jaxft.harness.signals import current_shutdown
-from jaxft.rollout.current import episode_of, find_episode
+from jaxft.rollout.current import context_episode, find_episode
 from jaxft.rollout.recorder import Episode
 
 GRACE_SECONDS = 5.0
@@ -187,7 +187,9 @@ class Supervisor:
             if not answer.done():
                 answer.cancel()
                 frame = sys._current_frames().get(thread.ident or 0)
-                self._count_abandoned(name, place_of(traceback.walk_stack(frame)) if frame is not None else None)
+                self._count_abandoned(
+                    name, innermost_user_frame(traceback.walk_stack(frame)) if frame is not None else None
+                )
             raise
         if error is not None:
             raise error
@@ -210,7 +212,7 @@ class Supervisor:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
         # Retrieved, or asyncio would complain of its error.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        self._count_abandoned(self._names[task], place_of(_frames_of(task)))
+        self._count_abandoned(self._names[task], innermost_user_frame(_task_frames(task)))
 
     def _count_abandoned(self, name: str, where: str | None) -> None:
         self.num_abandoned += 1
@@ -263,7 +265,7 @@ class Supervisor:
         task, frame = asyncio.current_task(loop), sys._current_frames().get(thread)
         if task is None or frame is None:
             return
-        name, where = self._name_of(task), place_of(traceback.walk_stack(frame))
+        name, where = self._task_name(task), innermost_user_frame(traceback.walk_stack(frame))
         if where is None and task not in self._names:  # jaxft itself, such as tokenising
             return
         where = where or "a place in a library"
@@ -277,11 +279,11 @@ class Supervisor:
             "(def) and asks with llm.chat_sync does, and a plain evaluator that has timeout_seconds"
         )
 
-    def _name_of(self, task: "asyncio.Task[Any]") -> str:
+    def _task_name(self, task: "asyncio.Task[Any]") -> str:
         if task in self._names:
             return self._names[task]
         if sys.version_info >= (3, 12):  # the context of a task tells its episode
-            episode = episode_of(task.get_context())
+            episode = context_episode(task.get_context())
             if episode is not None:
                 return named(episode)
         return f"task '{task.get_name()}'"
@@ -297,7 +299,7 @@ def is_library(file: str) -> bool:
     return file.startswith(_LIBRARIES)
 
 
-def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
+def innermost_user_frame(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     """Return file, line and function of the innermost user code in `frames`, which begin with the innermost.
 
     The result is None if the event loop's own frame comes first.
@@ -313,7 +315,7 @@ def place_of(frames: Iterable[tuple[FrameType, int]]) -> str | None:
     return None
 
 
-def _frames_of(task: "asyncio.Task[Any]") -> list[tuple[FrameType, int]]:
+def _task_frames(task: "asyncio.Task[Any]") -> list[tuple[FrameType, int]]:
     """Return the frames of a waiting task, the innermost first."""
     frames: list[tuple[FrameType, int]] = []
     waiting: Any = task.get_coro()

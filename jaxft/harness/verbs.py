@@ -173,7 +173,7 @@ def processes_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--process-id", metavar="I", help="number of this process, from 0")
 
 
-def processes_of(parsed: argparse.Namespace) -> dict[str, str | None]:
+def processes_options(parsed: argparse.Namespace) -> dict[str, str | None]:
     """Return the options of `processes_arguments`, each None if it was not given."""
     return {name: vars(parsed)[name] for name in VARIABLES}
 

@@ -250,8 +250,8 @@ class WorkerBuilder(ComponentBuilder):
         return await self._connection.ask({"serve": True})
 
     async def _language_model(self, name: str) -> Any:
-        self._config_of("llms", name)  # raises if there is none
-        llm = await self._shared(f"llms.{name} of the run", lambda: self._find(name))
+        self._find_config("llms", name)  # raises if there is none
+        llm = await self._make_shared(f"llms.{name} of the run", lambda: self._find(name))
         return await super()._language_model(name) if llm is None else llm
 
     async def _find(self, name: str) -> WorkerClient | None:
@@ -393,7 +393,7 @@ async def _leaving_nothing(working: Coroutine[Any, Any, Any]) -> Any:
         deadline = time.monotonic() + CHILD_GRACE_SECONDS
         while (left := processes.started_by(os.getpid()) - before) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
-        command = processes.command_of(min(left))[:100] if left else ""
+        command = processes.process_command(min(left))[:100] if left else ""
         processes.kill_all(lambda: processes.started_by(os.getpid()) - before)
     if left:
         raise WorkerError(f"it left {len(left)} processes behind, the first of which is '{command}'")

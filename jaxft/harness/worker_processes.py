@@ -81,7 +81,9 @@ def kill_left_behind(worker: int | None, server: int) -> None:
     """Kill what a worker that has ended left to the forkserver: children of another session that are no workers."""
     with _lock:
         _workers.discard(worker)
-        kill_all(lambda: [pid for pid in set(children(server)) - _workers if _session_of(pid) not in (server, None)])
+        kill_all(
+            lambda: [pid for pid in set(children(server)) - _workers if _process_session(pid) not in (server, None)]
+        )
 
 
 def kill_worker(pid: int) -> None:
@@ -89,7 +91,7 @@ def kill_worker(pid: int) -> None:
     kill_all(lambda: [pid, *descendants(pid)] if is_running(pid) else [])
 
 
-def _session_of(pid: int) -> int | None:
+def _process_session(pid: int) -> int | None:
     try:
         return os.getsid(pid)
     except OSError:  # it has ended
@@ -202,7 +204,8 @@ def started_by(pid: int) -> set[int]:
         child
         for child, parent in descendants(pid).items()
         # A process that a helper forks has the helper's command line.
-        if command_of(child) == command_of(parent) or not any(word in command_of(child) for word in HELPERS)
+        if process_command(child) == process_command(parent)
+        or not any(word in process_command(child) for word in HELPERS)
     }
 
 
@@ -214,7 +217,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def command_of(pid: int) -> str:
+def process_command(pid: int) -> str:
     """Return the command line of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()

@@ -60,10 +60,10 @@ def launch(command: Sequence[str], num_processes: int) -> int:
         raise HostsError(f"-n is {num_processes}; wanted at least 1")
     if not command or shutil.which(command[0]) is None:
         raise HostsError(f"{command[0]!r} is no command here" if command else "there is no command to start")
-    environments = environments_of(num_processes, os.environ)
+    environments = process_environments(num_processes, os.environ)
     every = sorted(os.sched_getaffinity(0))
     has_gpus = bool(environments[0].get("CUDA_VISIBLE_DEVICES"))
-    cores = [every] * num_processes if has_gpus else cores_of(num_processes, every)
+    cores = [every] * num_processes if has_gpus else divide_cores(num_processes, every)
     processes: list[subprocess.Popen[bytes]] = []
     printing: list[threading.Thread] = []
 
@@ -100,7 +100,7 @@ def launch(command: Sequence[str], num_processes: int) -> int:
     return code
 
 
-def environments_of(num_processes: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
+def process_environments(num_processes: int, environment: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the environment of each process: where the others are, and its part of the machine's devices.
 
     Raises:
@@ -148,10 +148,10 @@ def _gpus(environment: Mapping[str, str]) -> list[str]:
     return [str(index) for index, line in enumerate(listed.stdout.splitlines()) if line.startswith("GPU ")]
 
 
-def cores_of(num_processes: int, cores: Sequence[int]) -> list[Sequence[int]]:
+def divide_cores(num_processes: int, cores: Sequence[int]) -> list[Sequence[int]]:
     """Return the cores of each process: equal parts, or all for each where there are fewer than processes.
 
-    >>> cores_of(2, [0, 1, 2, 3, 4])
+    >>> divide_cores(2, [0, 1, 2, 3, 4])
     [[0, 1], [2, 3]]
     """
     each = len(cores) // num_processes

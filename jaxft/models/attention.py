@@ -117,10 +117,10 @@ MOST_SCORES = 2**28
 """Number of scores, on each device, from which on attention goes over its queries in chunks; 1 GiB in float32."""
 
 
-def chunk_of(shape: Sequence[int], keys: int, devices: int) -> int:
+def query_chunk(shape: Sequence[int], keys: int, devices: int) -> int:
     """Return how many queries of a row may be computed at once, for queries `[B T H ...]` that see this many keys.
 
-    >>> chunk_of((8, 1024, 16), 1024, devices=1), chunk_of((8, 3072, 16), 3072, devices=1)
+    >>> query_chunk((8, 1024, 16), 1024, devices=1), query_chunk((8, 3072, 16), 3072, devices=1)
     (1024, 615)
     """
     rows, length, heads = shape[:3]

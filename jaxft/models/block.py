@@ -15,12 +15,12 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.sharding import Sharding, devices_of, platform_of
-from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, chunk_of, visible_keys
+from jaxft.core.sharding import Sharding, compute_devices, compute_platform
+from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import Activation, DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention
-from jaxft.models.layers import GATE_UP, QKV, Angles, Linear, RMSNorm, angles_of, head_shards, rotate, split_outputs
-from jaxft.models.lora import adapter_of
+from jaxft.models.layers import GATE_UP, QKV, Angles, Linear, RMSNorm, head_shards, rotary_angles, rotate, split_outputs
+from jaxft.models.lora import joined_adapter
 from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
 from jaxft.models.rope import Rope
 
@@ -54,16 +54,16 @@ def make_context(
     positions.
     """
     ropes = {kind.rope for kind in config.pattern}
-    angles = {rope: None if rope is None else angles_of(rope, config.head_dim, positions) for rope in ropes}
+    angles = {rope: None if rope is None else rotary_angles(rope, config.head_dim, positions) for rope in ropes}
     windows = {kind.window for kind in config.pattern}
     if tables is not None:
         counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts)
         nothing = dict.fromkeys(windows)
-        return Context(angles, nothing, None, paged, sharding, in_halves=platform_of(sharding) == "cpu")
+        return Context(angles, nothing, None, paged, sharding, in_halves=compute_platform(sharding) == "cpu")
     (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices
     visible: dict[int | None, Array | None] = dict.fromkeys(windows)
-    if chunk_of((rows, length, config.num_heads), length, devices) == length:
+    if query_chunk((rows, length, config.num_heads), length, devices) == length:
         keys = jnp.arange(length)
         for window in windows:
             seen = visible_keys(keys[None], keys, window, segment_ids, segment_ids)
@@ -81,7 +81,7 @@ def by_heads(sharding: Sharding | None, tree: Any) -> Any:
     return tree if sharding is None else sharding.constrain_heads(tree)
 
 
-def norm_of(config: DecoderConfig, shape: int | tuple[int, ...]) -> RMSNorm:
+def make_norm(config: DecoderConfig, shape: int | tuple[int, ...]) -> RMSNorm:
     """Return a norm of this shape as the model has it."""
     return RMSNorm(shape, config.rms_norm_eps, config.norm_offset)
 
@@ -94,7 +94,7 @@ class Attention(nnx.Module):
         width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
         def linear(names: Sequence[str], inputs: int, outputs: int, use_bias: bool) -> Linear:
-            adapter = adapter_of(lora, [f"self_attn/{name}" for name in names])
+            adapter = joined_adapter(lora, [f"self_attn/{name}" for name in names])
             return Linear(inputs, outputs, use_bias, rngs, is_joined, adapter)
 
         if is_joined:
@@ -106,10 +106,10 @@ class Attention(nnx.Module):
         self.o_proj = linear(["o_proj"], width, hidden, config.output_bias)
         self.norm_kind = config.qk_norm
         if config.qk_norm == "heads" and is_joined:
-            self.qk_norm = norm_of(config, (config.num_heads + config.num_kv_heads, head_dim))
+            self.qk_norm = make_norm(config, (config.num_heads + config.num_kv_heads, head_dim))
         elif config.qk_norm is not None:
             sizes = (head_dim, head_dim) if config.qk_norm == "heads" else (width, kv_width)
-            self.q_norm, self.k_norm = (norm_of(config, size) for size in sizes)
+            self.q_norm, self.k_norm = (make_norm(config, size) for size in sizes)
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.scale, self.soft_cap, self.is_joined = config.score_scale, config.attention_soft_cap, is_joined
 
@@ -195,19 +195,19 @@ class Attention(nnx.Module):
         if visible is not None:
             attended = attend(q, seen, visible, scores)
         else:
-            chunk = chunk_of(q.shape, length, 1 if sharding is None else sharding.devices)
+            chunk = query_chunk(q.shape, length, 1 if sharding is None else sharding.devices)
             attended = attend_in_chunks(q, seen, jnp.arange(length)[None], scores, ids, chunk)
         return by_heads(sharding, attended)
 
 
 def rotated(x: Float[Array, "B T N h"], angles: Angles | None, context: Context) -> Float[Array, "B T N h"]:
     """Return queries or keys rotated by their angles, if the layer has positions."""
-    return x if angles is None else rotate(x, angles, platform_of(context.sharding))
+    return x if angles is None else rotate(x, angles, compute_platform(context.sharding))
 
 
 def kernel_for(q: Float[Array, "B T H h"], scores: Scores, context: Context) -> Kernel:
     """Return the kernel of rows without a cache, and log the choice."""
-    devices, has_segments = devices_of(context.sharding), context.segment_ids is not None
+    devices, has_segments = compute_devices(context.sharding), context.segment_ids is not None
     choice = choose_kernel(q.dtype, q.shape[-1], scores, devices, has_segments=has_segments)
     if q.shape[1] > 1:  # a single token only asks for shapes
         announce(choice, q.dtype, q.shape[-1], scores, devices[0], has_segments)
@@ -228,7 +228,7 @@ class FeedForward(nnx.Module):
         hidden, width = config.hidden_size, config.intermediate_size
 
         def linear(names: Sequence[str], inputs: int, outputs: int) -> Linear:
-            adapter = adapter_of(lora, [f"mlp/{name}" for name in names])
+            adapter = joined_adapter(lora, [f"mlp/{name}" for name in names])
             return Linear(inputs, outputs, config.mlp_bias, rngs, is_joined, adapter)
 
         if is_joined:
@@ -259,12 +259,12 @@ class Block(nnx.Module):
         self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool = False, lora: LoraSpec | None = None
     ) -> None:
         before, after = config.norm_places != "after", config.norm_places != "before"
-        self.input_layernorm = norm_of(config, config.hidden_size) if before else None
+        self.input_layernorm = make_norm(config, config.hidden_size) if before else None
         self.self_attn = Attention(config, rngs, is_joined, lora)
-        self.attention_output_norm = norm_of(config, config.hidden_size) if after else None
-        self.post_attention_layernorm = norm_of(config, config.hidden_size) if before else None
+        self.attention_output_norm = make_norm(config, config.hidden_size) if after else None
+        self.post_attention_layernorm = make_norm(config, config.hidden_size) if before else None
         self.mlp = FeedForward(config, rngs, is_joined, lora)
-        self.mlp_output_norm = norm_of(config, config.hidden_size) if after else None
+        self.mlp_output_norm = make_norm(config, config.hidden_size) if after else None
         self.residual_scale = config.residual_scale
 
     def __call__(

@@ -18,9 +18,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import ROW_AXES, Sharding, constrain, gather_params, platform_of
+from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform, constrain, gather_params
 from jaxft.core.types import Model, Params
-from jaxft.models.block import PROJECTED, WIDENED, Block, by_rows, make_context, norm_of
+from jaxft.models.block import PROJECTED, WIDENED, Block, by_rows, make_context, make_norm
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.flash import saves_kernels
 from jaxft.models.layers import decoding_layer, look_up, project_to_vocabulary
@@ -31,7 +31,7 @@ from jaxft.models.paged import LayerPages, init_pages, page_axis
 @cache
 def norm_binder(config: DecoderConfig) -> Callable[[Params], Any]:
     """Return `bind(plain dict) -> RMSNorm` of the residual stream."""
-    return binder(lambda rngs: norm_of(config, config.hidden_size))
+    return binder(lambda rngs: make_norm(config, config.hidden_size))
 
 
 @cache
@@ -221,7 +221,7 @@ def score(
         output: Array = block_binder(config, net.lora)(net.gather(layer))(x, kind, context, None)[0]
         return output
 
-    x = scan_layers(compute_layer, SAVEABLE[net.remat], config.kinds, x, params["layers"], platform_of(sharding))
+    x = scan_layers(compute_layer, SAVEABLE[net.remat], config.kinds, x, params["layers"], compute_platform(sharding))
     output: Array = norm_binder(config)(norm)(x, in_halves=context.in_halves)
     return output
 
@@ -286,7 +286,7 @@ def init_cache(net: Network, pages: int, dtype: Any) -> tuple[LayerPages, ...]:
     """Make empty pages of all layers."""
     config, sharding, axis = net.config, net.sharding, page_axis(net.sharding)
     cache = tuple(
-        init_pages(pages, config.num_kv_heads, config.head_dim, dtype, platform_of(sharding))
+        init_pages(pages, config.num_kv_heads, config.head_dim, dtype, compute_platform(sharding))
         for _ in range(config.num_layers)
     )
     if sharding is None or pages % sharding.row_shards:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxft.core.sharding import ROW_AXES, Sharding, devices_of
+from jaxft.core.sharding import ROW_AXES, Sharding, compute_devices
 from jaxft.models.attention import Scores
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def row_attention(
         sharding: sharding of the model, or None for one device.
     """
     kernels: dict[Kernel, Callable[..., Array]] = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
-    compute = partial(kernels[kernel], scores, devices_of(sharding))
+    compute = partial(kernels[kernel], scores, compute_devices(sharding))
     if sharding is None:
         return compute(segment_ids, q, k, v)
     # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.

@@ -32,10 +32,10 @@ from jaxft.models.hf_files import (
     new_folder,
     put_transposed,
     read_tensor,
-    rows_of,
     save_tokenizer,
     scratch,
     stored_tensors,
+    tensor_rows,
     write_json,
     write_tensors,
 )
@@ -83,7 +83,7 @@ class Tensor(NamedTuple):
 
 
 @cache
-def tensors_of(config: DecoderConfig) -> list[Tensor]:
+def file_tensors(config: DecoderConfig) -> list[Tensor]:
     """Return the tensors of a model's files, in the order of exported ones.
 
     Raises:
@@ -139,7 +139,7 @@ def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], shar
     Raises:
         ModelFileError: a file is absent, is corrupt or does not match the config.
     """
-    stored, tensors = text_tensors(stored_tensors(folder)), tensors_of(config)
+    stored, tensors = text_tensors(stored_tensors(folder)), file_tensors(config)
     _check_stored(folder, stored, tensors)
     one_device = SingleDeviceSharding(jnp.zeros(()).device)
     flat = {}
@@ -147,7 +147,7 @@ def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], shar
         first = 0
         for path, shape, in_file in zip(tensor.paths, tensor.shapes, tensor.part_shapes, strict=True):
             target = one_device if sharding is None else sharding.leaf_sharding(path, shape)
-            parts = (rows_of(stored[name], first, in_file[0]) for name in tensor.names)
+            parts = (tensor_rows(stored[name], first, in_file[0]) for name in tensor.names)
             flat[path] = _read_parameter(tensor, shape, parts, dtype, target)
             first += in_file[0]
     return unflatten_dict(flat, sep="/")
@@ -259,7 +259,7 @@ def save_model(
     flat = flatten_dict(params, sep="/")
     _check_params(model.config, flat)
     if not writes:
-        for tensor in tensors_of(model.config):
+        for tensor in file_tensors(model.config):
             for layer in range(len(tensor.names)):
                 _for_file(flat, tensor, layer)
         return
@@ -284,7 +284,7 @@ def save_model(
 
 
 def _check_params(config: DecoderConfig, flat: dict[str, Any]) -> None:
-    shapes = {path: shape for each in tensors_of(config) for path, shape in zip(each.paths, each.shapes, strict=True)}
+    shapes = {path: shape for each in file_tensors(config) for path, shape in zip(each.paths, each.shapes, strict=True)}
     if flat.keys() != shapes.keys():
         missing, extra = sorted(shapes.keys() - flat.keys()), sorted(flat.keys() - shapes.keys())
         raise ModelFileError(f"params lack {missing} and hold {extra} beyond what the model of this config has")
@@ -298,7 +298,7 @@ def _check_params(config: DecoderConfig, flat: dict[str, Any]) -> None:
 def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], max_shard_bytes: float) -> None:
     shards: list[list[tuple[str, Tensor, int]]] = [[]]
     filled = total = 0
-    for tensor in tensors_of(config):
+    for tensor in file_tensors(config):
         size = sum(flat[path].nbytes for path in tensor.paths) // len(tensor.names)
         for layer, name in enumerate(tensor.names):
             if shards[-1] and filled + size > max_shard_bytes:

@@ -218,10 +218,10 @@ def read_tensor(tensor: StoredTensor) -> np.ndarray:
     return np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset).view(dtype).reshape(tensor.shape)
 
 
-def rows_of(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
+def tensor_rows(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
     """Return some rows of a tensor, as a tensor.
 
-    >>> rows_of(StoredTensor(Path("f"), "F32", (6, 10), 100), 2, 3)[2:]
+    >>> tensor_rows(StoredTensor(Path("f"), "F32", (6, 10), 100), 2, 3)[2:]
     ((3, 10), 180)
     """
     of_row = int(np.prod(tensor.shape[1:])) * DTYPES[tensor.dtype].itemsize

@@ -169,7 +169,7 @@ class Angles(NamedTuple):
     query_factor: Float[Array, "B T"] | None = None
 
 
-def angles_of(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Angles:
+def rotary_angles(rope: Rope, head_dim: int, positions: Int[Array, "B T"]) -> Angles:
     """Return the rotary angles of tokens at these positions."""
     frequencies = jnp.asarray(rope.frequencies(head_dim), jnp.float32)
     angles = positions[..., None].astype(jnp.float32) * frequencies

@@ -32,10 +32,10 @@ def put_beside(params: Params) -> Params:
     return unflatten_dict({**flatten_dict(params[BASE]), **flatten_dict(params[ADAPTER])})
 
 
-def adapter_of(lora: LoraSpec | None, paths: Sequence[str]) -> LoraSpec | None:
+def joined_adapter(lora: LoraSpec | None, paths: Sequence[str]) -> LoraSpec | None:
     """Return the spec of the adapter of joined projections, or of a single one; None if none of them has one.
 
-    >>> adapter_of(LoraSpec(8, 16.0, ("q_proj", "v_proj")), ["self_attn/q_proj", "self_attn/v_proj"])
+    >>> joined_adapter(LoraSpec(8, 16.0, ("q_proj", "v_proj")), ["self_attn/q_proj", "self_attn/v_proj"])
     LoraSpec(rank=16, alpha=32.0, targets=('*_proj',), use_rslora=False)
     """
     count = 0 if lora is None else sum(map(lora.is_target, paths))
@@ -72,11 +72,11 @@ def merge_and_drop(lora: LoraSpec, base: Leaves, adapter: Leaves, dtype: Any = N
     merged: Leaves = {}
     for path in list(base):
         leaf = base.pop(path)
-        merged[path] = _merged(lora, path, leaf, adapter).astype(leaf.dtype if dtype is None else dtype)
+        merged[path] = _merge_leaf(lora, path, leaf, adapter).astype(leaf.dtype if dtype is None else dtype)
     return unflatten_dict(merged)
 
 
-def _merged(lora: LoraSpec, path: tuple[str, ...], leaf: Any, adapter: Leaves) -> Any:
+def _merge_leaf(lora: LoraSpec, path: tuple[str, ...], leaf: Any, adapter: Leaves) -> Any:
     """Return a leaf of the base, in its dtype, with its adapter if it is a kernel that has one."""
     a, b = (adapter.get((*path[:-1], name)) for name in LORA_NAMES)
     if path[-1] != "kernel" or a is None or b is None:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.reductions import invariant_sum, rounded_exp
-from jaxft.core.sharding import ROW_AXES, Sharding, devices_of, platform_of
+from jaxft.core.sharding import ROW_AXES, Sharding, compute_devices, compute_platform
 from jaxft.models.attention import MASK_VALUE, Scores
 from jaxft.models.flash import AMPERE, compute_capability
 
@@ -57,7 +57,7 @@ def choose_paged_kernel(dtype: Any, devices: Sequence[Any]) -> PagedKernel:
 
 def page_axis(sharding: Sharding | None) -> Literal[0, 1]:
     """Return the axis of the pages in keys and values; heads are on the other of the first two."""
-    return 0 if platform_of(sharding) == "cpu" else 1
+    return 0 if compute_platform(sharding) == "cpu" else 1
 
 
 LANES = 128
@@ -103,7 +103,7 @@ def write_and_attend(
         scores: scale, window and soft cap.
         sharding: sharding of the model, or None for one device.
     """
-    axis, kernel = page_axis(sharding), choose_paged_kernel(pages.keys.dtype, devices_of(sharding))
+    axis, kernel = page_axis(sharding), choose_paged_kernel(pages.keys.dtype, compute_devices(sharding))
     compute = partial(_write_and_attend, scores, axis, kernel)
     if sharding is None:
         return compute(q, k, v, pages, rows)

@@ -198,7 +198,7 @@ def _gpu_kernel(
         carry = score, jnp.ones_like(score), jnp.broadcast_to(v, (tile, width))
         span = span._replace(end=jnp.where(count > 0, pl.cdiv(start, page_size), 0), latest=start - 1)
     _, mass, mixed = jax.lax.fori_loop(span.first, span.end, attend_to_page, carry)
-    plgpu.store(out_ref.at[q_at], _normalized(mass, mixed).astype(out_ref.dtype), mask=is_member)
+    plgpu.store(out_ref.at[q_at], _normalize(mass, mixed).astype(out_ref.dtype), mask=is_member)
 
 
 # --- Products and the running softmax of both kernels.
@@ -228,7 +228,7 @@ def _reweigh(scored: Array, largest: Array) -> tuple[Array, Array, Array]:
     return grown, jnp.exp(scored - grown), jnp.exp(largest - grown)
 
 
-def _normalized(mass: Array, mixed: Array) -> Array:
+def _normalize(mass: Array, mixed: Array) -> Array:
     """Return mixed values over their mass; 0 of a block without queries, which saw no key."""
     return mixed / jnp.where(mass > 0, mass, 1.0)
 
@@ -425,4 +425,4 @@ def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scores: S
 
     @pl.when(column + step_pages >= span.end)
     def _finish() -> None:
-        out_ref[...] = _normalized(state[1][...], state[2][...]).astype(out_ref.dtype)
+        out_ref[...] = _normalize(state[1][...], state[2][...]).astype(out_ref.dtype)

@@ -32,7 +32,7 @@ from jaxft.files import home_path
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.families import FAMILIES
 from jaxft.models.family import Keys
-from jaxft.models.hf import save_model, tensors_of
+from jaxft.models.hf import file_tensors, save_model
 from jaxft.models.hf_config import IGNORED, accepted_keys, has_other_modalities
 from jaxft.models.hf_files import (
     DTYPES,
@@ -108,7 +108,7 @@ def save_adapter(
         raise ModelFileError("the model has no adapters to save; save_model writes all of its parameters")
     tensors = {}
     kernels, adapters = (flatten_dict(params[part]["layers"], sep="/") for part in (BASE, ADAPTER))
-    modules = _modules_of(config, lora)
+    modules = _adapted_modules(config, lora)
     targets: list[str] | str = sorted(module.split("/")[-1] for module in modules)
     layers = "model.layers"
     if base is not None and has_other_modalities(config):  # as transformers names the modules of the base
@@ -176,7 +176,7 @@ def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
     rank, alpha = keys.integer("r"), keys.number("lora_alpha")
     about = _about_base(folder).get(TARGETS, [])
     _check_keys(keys, PLAIN | {name: keys.values.get(name) for name in PATTERNS} if about else PLAIN)
-    modules = {module: projections_of()[module] for module, _ in _stored(folder)}
+    modules = {module: file_projections()[module] for module, _ in _read_tensors(folder)}
     named = {part for parts in modules.values() for part in parts}
     targets = tuple(path for path in PROJECTIONS if path in named and (path in about or not about))
     if not targets:
@@ -222,7 +222,7 @@ def load_adapter(
         ModelFileError: a file is absent or damaged, a layer has no adapter, or the adapters belong to another base.
     """
     folder = home_path(folder)
-    lora, stored = load_lora_config(folder), _stored(folder)
+    lora, stored = load_lora_config(folder), _read_tensors(folder)
     about = _about_base(folder)
     wanted = about.get(FINGERPRINT)
     if wanted is not None and wanted != base_fingerprint(base):
@@ -232,7 +232,7 @@ def load_adapter(
     kernels = flatten_dict(base["layers"], sep="/")
     flat: dict[str, Any] = {}
     found = {module for module, _ in stored}
-    for module, parts in projections_of().items():
+    for module, parts in file_projections().items():
         if module not in found:
             continue
         inputs = kernels[f"{parts[0]}/kernel"].shape[1]
@@ -273,10 +273,10 @@ def base_fingerprint(base: Params) -> str:
 
 
 @cache
-def projections_of() -> Mapping[str, tuple[str, ...]]:
+def file_projections() -> Mapping[str, tuple[str, ...]]:
     """Return the projections that a module of a layer holds in files, by the path of the module.
 
-    >>> projections_of()["self_attn/q_proj"], projections_of()["mlp/gate_up_proj"]
+    >>> file_projections()["self_attn/q_proj"], file_projections()["mlp/gate_up_proj"]
     (('self_attn/q_proj',), ('mlp/gate_proj', 'mlp/up_proj'))
     """
     found = {}
@@ -288,12 +288,12 @@ def projections_of() -> Mapping[str, tuple[str, ...]]:
     return found
 
 
-def _modules_of(config: DecoderConfig, lora: LoraSpec) -> dict[str, tuple[str, ...]]:
+def _adapted_modules(config: DecoderConfig, lora: LoraSpec) -> dict[str, tuple[str, ...]]:
     """Return the modules of the base's files that have an adapter, and their projections."""
-    paths = {tensor.paths for tensor in tensors_of(config)}
+    paths = {tensor.paths for tensor in file_tensors(config)}
     return {
         module: parts
-        for module, parts in projections_of().items()
+        for module, parts in file_projections().items()
         if tuple(f"layers/{part}/kernel" for part in parts) in paths and any(map(lora.is_target, parts))
     }
 
@@ -366,7 +366,7 @@ def _read_layers(
     return np.stack([read_tensor(layers[layer]).astype(np.float32) for layer in range(num_layers)])
 
 
-def _stored(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
+def _read_tensors(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
     """The tensors of an adapter's file, by module and matrix (`a` or `b`), then by layer."""
     file = folder / WEIGHTS
     if not file.is_file():
@@ -374,7 +374,7 @@ def _stored(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
     found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
     for name, tensor in tensors_of_file(file).items():
         match = NAME.fullmatch(name)
-        if match is None or match[2].replace(".", "/") not in projections_of():
+        if match is None or match[2].replace(".", "/") not in file_projections():
             raise ModelFileError(f"{file}: tensor {name!r} is no adapter of a decoder's projection")
         found.setdefault((match[2].replace(".", "/"), match[3].lower()), {})[int(match[1])] = tensor
     return found

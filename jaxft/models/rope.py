@@ -85,12 +85,12 @@ class YarnScaling:
         """Scale frequencies."""
         pairs = len(frequencies)
 
-        def index_of(turns: float) -> float:
+        def frequency_index(turns: float) -> float:
             """Index, not rounded, of the frequency that turns so often in the original context."""
             wavelength = self.original_max_position_embeddings / (2 * math.pi * turns)
             return pairs * math.log(wavelength) / math.log(theta)
 
-        first, last = index_of(self.beta_fast), index_of(self.beta_slow)
+        first, last = frequency_index(self.beta_fast), frequency_index(self.beta_slow)
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * pairs - 1)

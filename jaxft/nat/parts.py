@@ -35,7 +35,7 @@ DEFAULT_FOLDER = Path("./.tmp/nat/finetuning")
 """Folder of the files of progress without an `output_dir`, as for the toolkit's own parts."""
 
 
-async def _run_of(run_config: FinetuneConfig | None) -> Run:
+async def _find_run(run_config: FinetuneConfig | None) -> Run:
     """Return the open run, opened for jaxft's parts alone if the trainer is a foreign one."""
     if run_config is None:
         raise RuntimeError(UNINITIALIZED)
@@ -48,7 +48,7 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Store the run's configuration, and open the run unless jaxft's trainer has."""
         await super().initialize(run_config)
-        await _run_of(run_config)
+        await _find_run(run_config)
 
     @property
     def num_generations(self) -> int:
@@ -57,7 +57,7 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
 
     async def own(self) -> jaxft.TrajectoryBuilder:
         """Return jaxft's builder."""
-        run = await _run_of(self.run_config)
+        run = await _find_run(self.run_config)
         found = await run.session.builder.get_trajectory_builder(self.run_config.trajectory_builder or "")
         if found.run_config is None:
             await found.initialize(run.session.config.finetuning)
@@ -77,7 +77,7 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
         On the run's own dataset the episodes are sampled as for training. On another one, as in validation, the policy
         is greedy and draws other random numbers.
         """
-        own, run = await self.own(), await _run_of(self.run_config)
+        own, run = await self.own(), await _find_run(self.run_config)
         options = self.run_config.run_configuration
         assert own.evaluation is not None and options is not None
         if options.dataset in (None, run.options.dataset):
@@ -106,11 +106,11 @@ class JaxftTrainerAdapter(TrainerAdapter):
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Store the run's configuration, and open the run unless jaxft's trainer has."""
         await super().initialize(run_config)
-        await _run_of(run_config)
+        await _find_run(run_config)
 
     async def own(self) -> jaxft.TrainerAdapter:
         """Return jaxft's adapter."""
-        run = await _run_of(self.run_config)
+        run = await _find_run(self.run_config)
         found = await run.session.adapter()
         if found.run_config is None:
             await found.initialize(run.session.config.finetuning)

@@ -101,7 +101,7 @@ async def open_run(
         raise ConfigError(
             ["--endpoint: an agent behind an endpoint cannot be trained: its tokens are not recorded in this process"]
         )
-    toolkit, finetuning = _resolved(options, run_config)
+    toolkit, finetuning = _resolve_options(options, run_config)
     if trainer is not None:  # version 1.8 makes the trainer before it reads the overrides
         resolved = toolkit.trainers.get(finetuning.trainer or "")
         if type(resolved) is not type(trainer):
@@ -165,7 +165,7 @@ def _prepare_process() -> None:
     logging.getLogger("absl").setLevel(logging.WARNING)
 
 
-def _resolved(
+def _resolve_options(
     options: FinetuneRunConfig, run_config: ToolkitFinetuneConfig
 ) -> tuple[ToolkitConfig, ToolkitFinetuneConfig]:
     """Return the toolkit's configuration with the overrides of the command line, and its section `finetuning`.

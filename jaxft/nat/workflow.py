@@ -31,7 +31,7 @@ from pydantic import BaseModel, Field
 import jaxft
 from jaxft import DatasetConfig, Episode, EvaluatorConfig, WorkflowConfig, episode
 from jaxft.errors import ComponentError, DatasetError
-from jaxft.harness import REGISTRY, secrets_of
+from jaxft.harness import REGISTRY, config_secrets
 from jaxft.redaction import map_texts
 from jaxft.rollout import recording
 
@@ -161,9 +161,9 @@ class ToolkitWorkflow:
                 result = await runner.result()
             with contextlib.suppress(ValueError):  # it has no text form
                 result = runner.convert(result, to_type=str)
-        return Output(self._extracted(result), [_plain(step) for step in steps])
+        return Output(self._extract_result(result), [_plain(step) for step in steps])
 
-    def _extracted(self, result: Any) -> Any:
+    def _extract_result(self, result: Any) -> Any:
         """Return the part of a result that `--result_json_path` names."""
         if isinstance(result, BaseModel):
             return result.model_dump_json(indent=2)
@@ -308,7 +308,7 @@ async def toolkit_dataset(config: ToolkitDatasetConfig, builder: Any) -> AsyncIt
 
 def described(config: BaseModel) -> Any:
     """Return a toolkit configuration as JSON, its secrets masked: some of the toolkit's secret types show theirs."""
-    secrets = secrets_of(config)
+    secrets = config_secrets(config)
     plain = json.loads(config.model_dump_json(by_alias=True, exclude_unset=True))
     return map_texts(plain, lambda text: MASK if text in secrets else text)
 

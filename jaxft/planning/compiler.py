@@ -239,7 +239,7 @@ def topology_devices(target: Target) -> list[Any]:
 
 
 @contextmanager
-def cudnn_limits_of(target: Target) -> Iterator[None]:
+def apply_cudnn_limits(target: Target) -> Iterator[None]:
     """Let JAX check arguments of cuDNN's attention by the limits of a target's GPUs.
 
     It asks the GPU of its own process, and where there is none takes the limits of Ampere: heads of up to 128.
@@ -256,7 +256,7 @@ def lower(request: Mapping[str, Any]) -> Any:
     """Return the lowered program of a request of `compile_program`."""
     run, target = run_from_json(request["run"]), find_target(request["target"])
     programs = Programs(run, mesh_of_devices(run, topology_devices(target)), target.device)
-    with cudnn_limits_of(target):
+    with apply_cudnn_limits(target):
         return (programs.warm_up() | programs.by_name())[request["program"]]()
 
 

@@ -172,7 +172,7 @@ def update_bytes(
         normalizers=rows_here * tokens * config.num_heads * FLOAT32 // tensor,
     )
     repeats_heads = is_packed and platform == "gpu"  # for the Triton kernel, which has no grouped heads
-    work = _recomputed(activations, repeats_heads, config)
+    work = _recomputed_bytes(activations, repeats_heads, config)
     # At the peak the feed-forward's three activations have a gradient each, the residual stream and its norm as well.
     layer = work + 3 * activations.wide + 2 * activations.hidden
 
@@ -203,7 +203,7 @@ def update_bytes(
     )
 
 
-def _recomputed(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
+def _recomputed_bytes(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
     """Return the bytes of one layer's activations that its backward pass reads, and recomputes where it must.
 
     These are the input, its norm, queries, keys and values before and after norm and rotation, the kernel's output,

@@ -45,7 +45,7 @@ def read_bytes(module: Module, at: Computation, instruction: Instruction) -> lis
             sources = [at.source(name).name for name in instruction.operands]
             read = [0 if sources[place] in sources[:place] else size for place, size in enumerate(read)]
         return read
-    inner, kept = module.fused(instruction), _kept(instruction)
+    inner, kept = module.fused(instruction), _passed_results(instruction)
     names = [parameter.name for parameter in inner.parameters]
     return [_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True)]
 
@@ -59,7 +59,7 @@ def written(module: Module, at: Computation, instruction: Instruction) -> list[W
         if instruction.target.startswith(("__cublas$", "__cudnn$")) and len(found) > 1:
             found[-1] = found[-1]._replace(bytes=0)  # the workspace
         return found
-    inner, kept = module.fused(instruction), _kept(instruction)
+    inner, kept = module.fused(instruction), _passed_results(instruction)
     roots = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
     makers = [root for root in roots for _ in leaves(root.type)]  # a reduction may have several results
     found = []
@@ -138,7 +138,7 @@ def _update(at: Computation, instruction: Instruction) -> int:
     return at.instructions[instruction.operands[IN_PLACE[instruction.work]]].results[0].bytes
 
 
-def _kept(fusion: Instruction) -> set[tuple[int, ...]]:
+def _passed_results(fusion: Instruction) -> set[tuple[int, ...]]:
     """Return the indices of results that are operands, as on TPUs the arrays of a collective still under way."""
     aliases = braced(fusion.attributes, "output_to_operand_aliasing")
     return {numbers(index) for index in re.findall(r"\{([\d, ]*)\}: \(", aliases)}

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 from jaxft import Config, load_config
 from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
-from jaxft.harness import exit_code_of
+from jaxft.harness import run_main
 from jaxft.models import AUTO_REMATS, MOST_SCORES, Choice, Remat
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
@@ -24,7 +24,7 @@ from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, messages, model_flops
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs import Console
-from jaxft.shipped import Programs, Run, dtypes_of, mesh_shape, planned_run
+from jaxft.shipped import Programs, Run, mesh_shape, planned_run, resolve_dtypes
 from jaxft.training import peak, phases
 
 GIB = 2**30
@@ -220,7 +220,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         config = load_config(parsed.config_file, parsed.override)
         plan(config, parsed.target, parsed.compiler, Console().message)
 
-    return exit_code_of(main, title="plan")
+    return run_main(main, title="plan")
 
 
 def plan(config: Config, target_name: str, interpreter: Path | None, show: Callable[[str], object]) -> None:
@@ -275,7 +275,7 @@ def lines(made: Plan, run: Run) -> Iterator[str]:
         yield f"{'':<12} llms.{run.adapter.llm}.mesh uses {chips} of the {made.target.chips} chips"
     if made.target.hosts > 1:
         yield f"{'':<12} {made.target.hosts} hosts, with a process on each"
-    dtype, compute_dtype = dtypes_of(run.policy, chip.platform)
+    dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
     yield (
         f"{'model':<12} {made.parameters / 1e6:,.1f} M parameters in {dtype}, {made.trained_parameters / 1e6:,.1f} M "
         f"trained; products in {compute_dtype or dtype}"
@@ -308,7 +308,7 @@ def lines(made: Plan, run: Run) -> Iterator[str]:
 def _message_lines(made: Plan, run: Run) -> Iterator[str]:
     """Yield what a chip receives of others, by the sharding rules, and what that takes at least."""
     chip, (data, fsdp, _) = made.target.chip, made.mesh
-    dtype, compute_dtype = dtypes_of(run.policy, chip.platform)
+    dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
     sent = messages(
         run.model,
         made.mesh,

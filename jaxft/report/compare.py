@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import json_bytes, replace_file
-from jaxft.harness import exit_code_of
+from jaxft.harness import run_main
 from jaxft.report.charts import SMALL, WIDE, Band, Line, line_chart
 from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
 from jaxft.report.comparison import Comparison, compare_runs, comparison_json
@@ -50,7 +50,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         files = write_comparison(comparison, folder, x_axis=parsed.x)
         console.message("\n".join(f"written to {file}" for file in files))
 
-    return exit_code_of(compare, title="compare")
+    return run_main(compare, title="compare")
 
 
 def default_folder(runs: Sequence[ComparedRun]) -> Path:

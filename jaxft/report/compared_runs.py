@@ -162,10 +162,10 @@ def read_compared(path: Path) -> ComparedRun:
     return ComparedRun(records, "failed" if has_failed else "unfinished", ending)
 
 
-def last_epochs_of(epochs: int) -> int:
+def default_last_epochs(epochs: int) -> int:
     """Return the number of epochs over which a final reward is the mean: a tenth, at least 3 and at most 25.
 
-    >>> [last_epochs_of(epochs) for epochs in (0, 2, 20, 90, 500)]
+    >>> [default_last_epochs(epochs) for epochs in (0, 2, 20, 90, 500)]
     [1, 2, 3, 9, 25]
     """
     return min(max(epochs // 10, 3), 25, max(epochs, 1))

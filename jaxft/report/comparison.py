@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.errors import RunDirectoryError
-from jaxft.report.compared_runs import COMPARISON_KIND, ComparedRun, LeftOut, find_runs, last_epochs_of
+from jaxft.report.compared_runs import COMPARISON_KIND, ComparedRun, LeftOut, default_last_epochs, find_runs
 from jaxft.report.comparison_curves import REWARD, group_curves
 from jaxft.report.intervals import (
     CURVE_RESAMPLES,
@@ -189,7 +189,7 @@ def _curve_json(group: RunGroup, x_axis: str) -> dict[str, Any] | None:
 
 def _last_epochs(runs: Sequence[ComparedRun]) -> int:
     lengths = [len(run.rewards) for run in runs if run.status == "finished" and run.rewards]
-    return last_epochs_of(min(lengths or [len(run.rewards) for run in runs if run.rewards] or [0]))
+    return default_last_epochs(min(lengths or [len(run.rewards) for run in runs if run.rewards] or [0]))
 
 
 def _figures(groups: Sequence[RunGroup], last_epochs: int) -> dict[str, tuple[Estimate | None, ...]]:

@@ -81,7 +81,7 @@ def group_curves(group: RunGroup, metric: str, x_axis: str = "epochs") -> GroupC
     finished = [curve for run, curve in singles if run.status == "finished"]
     if not finished:
         return GroupCurves(group, singles, None)
-    xs, rows = _aligned(finished)
+    xs, rows = _align_curves(finished)
     mean = Curve(tuple(xs), tuple(rows.mean(axis=0).tolist()))
     if len(rows) == 1:
         return GroupCurves(group, singles, mean)
@@ -120,7 +120,7 @@ def _column(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
     return sorted(known.items())
 
 
-def _aligned(curves: Sequence[Curve]) -> tuple[list[float], np.ndarray]:
+def _align_curves(curves: Sequence[Curve]) -> tuple[list[float], np.ndarray]:
     """Return common positions of some curves, and a row of values per curve."""
     shortest = min(len(curve.xs) for curve in curves)
     if len({curve.xs[:shortest] for curve in curves}) == 1:

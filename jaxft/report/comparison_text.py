@@ -33,7 +33,7 @@ def comparison_text(comparison: Comparison, width: int = 120) -> str:
     parts = [overview(comparison)]
     if comparison.left_out:
         left_out = [f"'{each.path}' {each.reason}" for each in comparison.left_out]
-        parts.append(f"Left out: {len(left_out)}\n" + _listed(left_out))
+        parts.append(f"Left out: {len(left_out)}\n" + _list_lines(left_out))
     if comparison.differences:
         rows = [[each.path + " *" * (not each.has_effect), *each.values] for each in comparison.differences]
         text = "Settings that differ\n" + aligned([["", *names], *rows], width)
@@ -50,7 +50,7 @@ def comparison_text(comparison: Comparison, width: int = 120) -> str:
         title = "Probability that a run of the first group ends with a higher reward (a tie counts half)"
         parts.append(f"{title}\n" + aligned(rows, 10**6))
     if comparison.notes:
-        parts.append("Notes\n" + _listed(comparison.notes))
+        parts.append("Notes\n" + _list_lines(comparison.notes))
     return "\n\n".join(parts)
 
 
@@ -124,7 +124,7 @@ def seeds(values: Iterable[int | None]) -> str:
 
 def aligned(rows: Sequence[Sequence[str]], width: int) -> str:
     """Return rows as aligned columns; those that do not fit the width follow below, beside the first column again."""
-    cut = [[_cut(cell) for cell in row] for row in rows]
+    cut = [[_shorten_words(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cut) for column in range(len(cut[0]))]
     blocks, columns = [], [0]
     for column in range(1, len(widths)):
@@ -140,12 +140,12 @@ def aligned(rows: Sequence[Sequence[str]], width: int) -> str:
     )
 
 
-def _cut(words: str) -> str:
+def _shorten_words(words: str) -> str:
     words = words.replace("\n", " ")
     half = MAX_CELL // 2
     return words if len(words) <= 2 * half else f"{words[: half - 1]}…{words[-half:]}"
 
 
-def _listed(lines: Sequence[str]) -> str:
+def _list_lines(lines: Sequence[str]) -> str:
     more = [f"... and {len(lines) - MAX_LINES} more"] if len(lines) > MAX_LINES else []
     return "\n".join([f"- {line}" for line in lines[:MAX_LINES]] + more)

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from jaxft.report.charts import bucket, shortened
 from jaxft.report.pages import number, render, visible
-from jaxft.report.samples import Place, question_of, read_episodes, spread
+from jaxft.report.samples import Place, first_question, read_episodes, spread
 from jaxft.runs import PAIRS_FILE, Row, unreadable
 
 BLOCK = 50
@@ -111,7 +111,7 @@ def make_archive(places: Sequence[Place], *, max_episodes: int, max_bytes: int =
     Raises:
         RunDirectoryError: a line cannot be read; the message names it.
     """
-    scales = scales_of(read_episodes(spread(places, SCALE_EPISODES)))
+    scales = shade_scales(read_episodes(spread(places, SCALE_EPISODES)))
     count = min(max_episodes, len(places))
     while True:
         kept = spread(places, count)
@@ -119,7 +119,7 @@ def make_archive(places: Sequence[Place], *, max_episodes: int, max_bytes: int =
         entries: list[list[Entry]] = []
         for at in range(0, len(kept), BLOCK):
             made = list(_episodes(kept[at : at + BLOCK], scales))
-            blocks.append(_packed(SEPARATOR.join(html for html, _ in made)))
+            blocks.append(_pack_text(SEPARATOR.join(html for html, _ in made)))
             entries.append([entry for _, entry in made])
             size = sum(map(len, blocks))
             if size > max_bytes and len(kept) > 1:
@@ -152,7 +152,7 @@ def _episodes(places: Sequence[Place], scales: Scales) -> Iterator[tuple[str, En
             raise unreadable(place.file, error, place.line) from error
 
 
-def _packed(text: str) -> str:
+def _pack_text(text: str) -> str:
     return base64.b64encode(zlib.compress(text.encode("utf-8"), 6)).decode("ascii")
 
 
@@ -181,12 +181,12 @@ def browser(archive: Archive, kept_by: str) -> dict[str, Any]:
         "kept_by": kept_by,
         "scales": {letter: [number(value, 3) for value in archive.scales[letter]] for letter in known},
         "first_page": archive.first_page,
-        "index": _packed(json.dumps(index, separators=(",", ":"))),
+        "index": _pack_text(json.dumps(index, separators=(",", ":"))),
         "blocks": archive.blocks,
     }
 
 
-def turns_of(row: Row) -> list[Turn]:
+def sampled_turns(row: Row) -> list[Turn]:
     """Return the answers that a row has tokens of, in the order of its sequences."""
     turns: list[Turn] = []
     for place, sequence in enumerate(row.get("sequences") or ()):
@@ -241,7 +241,7 @@ def episode_html(row: Row, key: str, scales: Scales) -> tuple[str, Entry]:
 
 
 def _episode(row: Row, scales: Scales) -> tuple[Entry, list[tuple[str, str]], str, dict[str, Any]]:
-    turns, metadata, items = turns_of(row), row.get("metadata") or {}, row["episode"]
+    turns, metadata, items = sampled_turns(row), row.get("metadata") or {}, row["episode"]
     reasons, error, is_scorable = metadata.get("finish_reasons") or [], metadata.get("error"), row.get("scorable", True)
     is_pair = bool(items) and "chosen_response" in items[0]
     is_cut = "length" in reasons or any(each.get("truncated") for each in row.get("sequences") or ())
@@ -264,7 +264,7 @@ def _episode(row: Row, scales: Scales) -> tuple[Entry, list[tuple[str, str]], st
         "failure": None,
         "where": f"generation {row['generation']}" if row.get("generation") is not None else "",
         "size": f"{entry.num_tokens:,} tokens",
-        "question": question_of(items)[:PREVIEW],
+        "question": first_question(items)[:PREVIEW],
         "facts": _facts(row, metadata),
         "error": str(error) if error else None,
         "messages": list(_pair(items[0], turns, scales) if is_pair else _messages(items, turns, reasons, scales)),
@@ -350,12 +350,12 @@ _visible_token = lru_cache(4096)(visible)
 """`visible`, for texts that come again and again."""
 
 
-def scales_of(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
+def shade_scales(rows: Iterable[Row]) -> dict[str, tuple[float, float]]:
     """Return the values of the shades that suit some episodes.
 
     The middle shade of the advantage is 0, and the outermost fiftieth of the values share the outermost shades.
     """
-    turns = [turn for row in rows if "failure" not in row for turn in turns_of(row)]
+    turns = [turn for row in rows if "failure" not in row for turn in sampled_turns(row)]
     found = {
         letter: [value for turn in turns for value in turn.values[letter] or () if value is not None]
         for letter in "ale"

@@ -47,7 +47,7 @@ STATES = {
 def overview(run: RunRecords) -> dict[str, Any]:
     """Return the head of the page: state, the figures that matter most, and how to repeat or resume the run."""
     environment, finetuning = run.environment, run.config.get("finetuning") or {}
-    llms, adapter = run.config.get("llms") or {}, _chosen(run.config, "trainer_adapters", "trainer_adapter")
+    llms, adapter = run.config.get("llms") or {}, _find_component(run.config, "trainer_adapters", "trainer_adapter")
     llm: Row = llms.get(adapter.get("llm")) or next(iter(llms.values()), {})
     versions = environment.get("versions") or {}
     identity = {
@@ -103,7 +103,7 @@ def _tiles(run: RunRecords, planned: Any) -> Iterator[tuple[str, str, str]]:
         yield "Episodes", number(episodes), f"{number(episodes / len(run.metrics), 3)} per epoch"
 
 
-def _chosen(config: Row, kind: str, name: str) -> Row:
+def _find_component(config: Row, kind: str, name: str) -> Row:
     """Return the component of a kind that the section `finetuning` names."""
     return (config.get(kind) or {}).get((config.get("finetuning") or {}).get(name)) or {}
 
@@ -146,7 +146,7 @@ def faults(run: RunRecords, places: Sequence[Place]) -> dict[str, Any]:
         if not _PROGRESS.match(words) and _WARNING.search(words):
             warnings.append(line)
     return {
-        "counted": list(_counted(run)),
+        "counted": list(_count_episodes(run)),
         "bad_batches": sorted(path.name for path in run.path.glob("bad_batches/*.npz")),
         "num_failed": len(failed),
         "failures": [(epoch, report.split("\n", 1)[0][:300], report[:20_000]) for epoch, report in reports],
@@ -166,11 +166,11 @@ def _resume(row: Row) -> tuple[str, str, str]:
     return where, "; ".join(changes) or "none", ", ".join(row.get("devices") or ()) or "–"
 
 
-def _counted(run: RunRecords) -> Iterator[tuple[str, str, str]]:
+def _count_episodes(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     for name, words in FAULTS.items():
         found = [(row["epoch"], row[name]) for row in run.metrics if is_finite(row.get(name)) and row[name] > 0]
         if found:
-            where = _listed([str(epoch) for epoch, _ in found])
+            where = _list_epochs([str(epoch) for epoch, _ in found])
             where = f"{len(found)} epochs: {where}" if len(found) > 1 else where
             yield words, number(sum(count for _, count in found)), where
     bad: dict[str, list[str]] = {}
@@ -178,8 +178,8 @@ def _counted(run: RunRecords) -> Iterator[tuple[str, str, str]]:
         for name, value in (row.get("non_finite") or {}).items():
             bad.setdefault(name, []).append(f"{row['epoch']} ({value})")
     for name, epochs in bad.items():
-        yield f"{name} was not finite", number(len(epochs)), _listed(epochs)
+        yield f"{name} was not finite", number(len(epochs)), _list_epochs(epochs)
 
 
-def _listed(epochs: Sequence[str]) -> str:
+def _list_epochs(epochs: Sequence[str]) -> str:
     return ", ".join(epochs[:12]) + (" …" if len(epochs) > 12 else "")

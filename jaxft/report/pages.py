@@ -85,10 +85,10 @@ def visible(words: object) -> Markup:
     >>> visible("a\\n<b>\u202e")
     Markup('a<i class="nl">\\n</i>&lt;b&gt;<i class="cc" data-c="U+202E">\u202e</i>')
     """
-    return Markup(_UNSEEN.sub(_shown, str(escape(words))))
+    return Markup(_UNSEEN.sub(_show_match, str(escape(words))))
 
 
-def _shown(match: re.Match[str]) -> str:
+def _show_match(match: re.Match[str]) -> str:
     unseen = match[0]
     kind = {"\n": "nl", "\t": "tab", " ": "sp"}.get(unseen[0])
     return f'<i class="{kind}">{unseen}</i>' if kind else f'<i class="cc" data-c="U+{ord(unseen):04X}">{unseen}</i>'

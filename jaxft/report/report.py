@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import replace_file
-from jaxft.harness import exit_code_of
+from jaxft.harness import run_main
 from jaxft.report.command import MAX_EPISODES, WATCH_SECONDS
 from jaxft.report.curves import curves, timings, validation
 from jaxft.report.episodes import Archive, browser, make_archive
@@ -55,7 +55,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
                 parsed.folder, parsed.output, show, seconds=parsed.watch, max_episodes=parsed.max_episodes
             )  # fmt: skip
 
-    return exit_code_of(report, title="report")
+    return run_main(report, title="report")
 
 
 def write_report(

@@ -146,7 +146,7 @@ def comparable_settings(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any
         folder = config.get("finetuning.output_dir")
         made.append({path: map_texts(value, partial(_below, folder=folder)) for path, value in config.items()})
     for path in {path for each in made for path in each}:
-        texts = {text for each in made for text in texts_of(each.get(path)) if "/" in text or "." in text}
+        texts = {text for each in made for text in setting_texts(each.get(path)) if "/" in text or "." in text}
         absolute = {text for text in texts if os.path.isabs(text)}
         if absolute and absolute != texts:
             for each in made:
@@ -205,13 +205,13 @@ def _names(facts: Sequence[dict[str, Any]], every_path: Sequence[str]) -> list[s
         chosen.append(max(left, key=lambda path: distinct([*chosen, path])))
     short = short_paths(chosen, every_path)
     for limit in (MAX_VALUE, 10**6):
-        names = [", ".join(_said(short[path], each[path], limit) for path in chosen) for each in facts]
+        names = [", ".join(_setting_label(short[path], each[path], limit) for path in chosen) for each in facts]
         if len(set(names)) == len(names):
             break
     return names
 
 
-def _said(path: str, value: Any, limit: int) -> str:
+def _setting_label(path: str, value: Any, limit: int) -> str:
     return _short(value, limit) if path == FOLDER else f"{path}={_short(value, limit)}"
 
 
@@ -255,7 +255,7 @@ def _values(facts: Sequence[dict[str, Any]], group: Sequence[int], path: str) ->
     return " | ".join(dict.fromkeys(shown(facts[at].get(path, ABSENT)) for at in group))
 
 
-def texts_of(value: Any) -> list[str]:
+def setting_texts(value: Any) -> list[str]:
     """Return the texts of a setting: itself, or those of its list."""
     return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
 

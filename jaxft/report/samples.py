@@ -78,7 +78,7 @@ def _rows(file: Path) -> Iterator[tuple[int, Span, Row]]:
             offset = 0
             for number, line in enumerate(stream, start=1):
                 if line.endswith(b"\n"):
-                    yield number, (offset, len(line)), _parsed(file, number, line)
+                    yield number, (offset, len(line)), _parse_line(file, number, line)
                 offset += len(line)
     except FileNotFoundError:
         return
@@ -86,7 +86,7 @@ def _rows(file: Path) -> Iterator[tuple[int, Span, Row]]:
         raise unreadable(file, error) from error
 
 
-def _parsed(file: Path, number: int | None, line: bytes) -> Row:
+def _parse_line(file: Path, number: int | None, line: bytes) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -110,7 +110,7 @@ def read_episodes(places: Iterable[Place]) -> Iterator[Row]:
                 if file not in opened:
                     opened[file] = streams.enter_context(file.open("rb"))
                 opened[file].seek(span[0])
-                return _parsed(file, line, opened[file].read(span[1]))
+                return _parse_line(file, line, opened[file].read(span[1]))
             except OSError as error:
                 raise unreadable(file, error) from error
 
@@ -126,12 +126,12 @@ def questions(places: Sequence[Place], examples: Iterable[str]) -> dict[str, str
     first = {place.example_id: place for place in reversed(places) if place.example_id in wanted}
     found = {}
     for example, row in zip(first, read_episodes(first.values()), strict=True):
-        if question := question_of(row.get("episode") or ()):
+        if question := first_question(row.get("episode") or ()):
             found[str(example)] = question
     return found
 
 
-def question_of(episode: Iterable[Row]) -> str:
+def first_question(episode: Iterable[Row]) -> str:
     """Return the first message of a user in one line; empty without any."""
     return " ".join(next((str(item.get("content")) for item in episode if item.get("role") == "user"), "").split())
 

@@ -116,7 +116,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     words = ["jaxft", "sweep"] if "verb" in parsed else ["python", *_script_words()]
     command = shlex.join(masked_command([*words, *(word for word in given if word != "--overwrite")]))
-    return harness.exit_code_of(
+    return harness.run_main(
         lambda: execute(folder, runs, shares, command, fail_fast=parsed.fail_fast),
         log_level=parsed.log_level,
         computes=False,
@@ -164,7 +164,7 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
     runs: list[Run] = []
     refused: dict[str, list[str]] = {}
     for (name, settings), (directory, num_epochs, changes) in zip(planned, checked, strict=True):
-        state, flags, fault = _state_of(directory, changes, parsed)
+        state, flags, fault = _run_state(directory, changes, parsed)
         if fault:
             refused.setdefault(fault, []).append(f"'{directory}'")
         options = [*passed_on, *(part for path, text in settings for part in ("--set", f"{path}={text}")), *flags]
@@ -215,7 +215,7 @@ def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[lis
     checked = []
     for name, settings in runs:
         try:
-            config = harness.config_of(parsed, settings)
+            config = harness.command_line_config(parsed, settings)
         except JaxftError as error:
             for fault in error.faults if isinstance(error, ConfigError) else (str(error),):
                 names.setdefault(fault, []).append(name)
@@ -238,17 +238,17 @@ def _changes(config: Config) -> list[str]:
     recorded = config.finetuning.output_dir / CONFIG_FILE
     if not recorded.is_file():
         return []
-    with hiding(harness.secrets_of(config) | secrets_of_environment()):
+    with hiding(harness.config_secrets(config) | secrets_of_environment()):
         now = harness.parse_yaml(harness.resolved_yaml(config), "the configuration")
     try:
-        changes = harness.changes_of(harness.parse_yaml(recorded.read_text("utf-8"), str(recorded)), now)
+        changes = harness.find_changes(harness.parse_yaml(recorded.read_text("utf-8"), str(recorded)), now)
     except (OSError, ValueError) as error:
         return [f"{CONFIG_FILE} cannot be read: {error}"]
     changes.pop(harness.OUTPUT_DIR, None)  # the same directory by another name
-    return [f"{path} {_shown(old)} -> {_shown(new)}" for path, (old, new) in changes.items()]
+    return [f"{path} {_show_value(old)} -> {_show_value(new)}" for path, (old, new) in changes.items()]
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     return "not set" if value is None else repr(value)[:60]
 
 
@@ -261,7 +261,7 @@ def listed(names: Sequence[str]) -> str:
     return "; ".join([*names[:3], *[f"and {len(names) - 3} more"] * (len(names) > 3)])
 
 
-def _state_of(
+def _run_state(
     directory: Path, changes: Sequence[str], parsed: argparse.Namespace
 ) -> tuple[str, list[str], str | None]:  # fmt: skip
     """Return the state of a run by its directory, the options that it needs for that, and why it cannot run, if so."""

@@ -17,7 +17,7 @@ from .device import (
     is_out_of_memory as is_out_of_memory,
 )
 from .frameworks import (
-    client_of as client_of,
+    framework_client as framework_client,
 )
 from .language_model import (
     LanguageModel as LanguageModel,

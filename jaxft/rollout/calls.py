@@ -244,7 +244,7 @@ def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dic
     >>> completion = Completion([7], [-0.5], [-0.5], [3], "stop")
     >>> call = Call(0, "policy", (), Prompt("", (5,)), Reply("hi", completion))
     >>> given = logprobs_with_record(call, lambda token_id: "hi")
-    >>> given["content"][0]["token"], given["content"][0]["logprob"], call_of(given).prompt_ids
+    >>> given["content"][0]["token"], given["content"][0]["logprob"], recorded_call(given).prompt_ids
     ('hi', -0.5, (5,))
     """
     given = openai_logprobs(call.token_ids, call.sampler_logprobs, text_of_token)
@@ -284,7 +284,7 @@ def openai_logprobs(
     return {"content": content, "refusal": None}
 
 
-def call_of(logprobs: Any) -> Call | None:
+def recorded_call(logprobs: Any) -> Call | None:
     """Return the call that `logprobs_with_record` recorded, without messages and prompt text; None without a record."""
     content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
     first = content[0] if isinstance(content, list) and content else None

@@ -403,11 +403,11 @@ class ChatTemplate:
 
     def _render_marked(self, messages: list[Any], tools: list[Any], kwargs: dict[str, Any], asks: bool) -> str:
         return self.tokenizer.apply_chat_template(
-            self._marked(messages),
-            tools=self._marked(tools) or None,
+            self._mark_controls(messages),
+            tools=self._mark_controls(tools) or None,
             tokenize=False,
             add_generation_prompt=asks,
-            **self._marked(kwargs),
+            **self._mark_controls(kwargs),
             **self._clock(tools),
         )
 
@@ -419,13 +419,13 @@ class ChatTemplate:
         codes = ("%-d", "%-m", "%-H", "%-I", "%-M", "%-S", *(f"%{code}" for code in "aAbBcdHIjmMpSUwWxXyYzZ%"))
         return {"chat_template": CLOCK + template, "run_clock": {code: self.now.strftime(code) for code in codes}}
 
-    def _marked(self, value: Any) -> Any:
+    def _mark_controls(self, value: Any) -> Any:
         """Return JSON with control tokens marked in all its texts, keys included."""
         if isinstance(value, str):
             return self._mark(value)
         if isinstance(value, Mapping):
-            return {self._marked(key): self._marked(each) for key, each in value.items()}
-        return [self._marked(each) for each in value] if isinstance(value, list | tuple) else value
+            return {self._mark_controls(key): self._mark_controls(each) for key, each in value.items()}
+        return [self._mark_controls(each) for each in value] if isinstance(value, list | tuple) else value
 
     def _mark(self, text: str) -> str:
         if len(text) > MARKED_CHARACTERS:

@@ -97,8 +97,8 @@ class ChatClient(LanguageModel):
         return replace(first, others=tuple(others))
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token, control tokens included; see `TokenTexts.text_of`."""
-        return self.policy.template.tokens.text_of(token_id)
+        """Return the text of one token, control tokens included; see `TokenTexts.decoded_text`."""
+        return self.policy.template.tokens.decoded_text(token_id)
 
     async def check(self) -> None:
         """Raise a `PolicyError` if the parameters or the device thread are lost."""
@@ -122,7 +122,7 @@ class ChatClient(LanguageModel):
         That of a large conversation takes long, and is made in a thread, so that others are answered meanwhile.
         """
         if isinstance(request, CompletionRequest):
-            return self._fitted(Prompt("", tuple(request.prompt_ids)), request.max_tokens, episode)
+            return self._fit_prompt(Prompt("", tuple(request.prompt_ids)), request.max_tokens, episode)
         # Calls of another language model may be in token ids of another tokenizer; those to token ids have no messages
         # that a conversation could go on from.
         known = () if episode is None else tuple(episode.calls)
@@ -149,7 +149,7 @@ class ChatClient(LanguageModel):
         except PromptTooLongError:
             self._drop(episode)
             raise
-        return self._fitted(prompt, request.max_tokens, episode)
+        return self._fit_prompt(prompt, request.max_tokens, episode)
 
     def _messages(self, request: ChatRequest | CompletionRequest, prompt: Prompt) -> tuple[dict[str, Any], ...]:
         """Return the messages that are recorded; token ids are one message of the user, for people to read."""
@@ -191,7 +191,7 @@ class ChatClient(LanguageModel):
         custom_stops = {*request.stop_token_ids, *control_stops}.difference(template.stop_ids)
         thoughts = find_thoughts(parser, prompt.text)
 
-        def text_of(token_ids: Sequence[int]) -> str:
+        def decoded_text(token_ids: Sequence[int]) -> str:
             kept = token_ids[:-1] if token_ids and token_ids[-1] in custom_stops else token_ids
             return template.answer_text(kept) if parser is None else template.responses.text(kept)
 
@@ -200,7 +200,7 @@ class ChatClient(LanguageModel):
             streamer = Streamer(
                 choice,
                 on_delta,
-                text_of,
+                decoded_text,
                 stops=request.stops,
                 template=parser,
                 prompt_text=prompt.text,
@@ -209,10 +209,10 @@ class ChatClient(LanguageModel):
                 thoughts=thoughts,
             )
         completion = await engine.submit(
-            self._request(request, prompt, key_ids, custom_stops, text_of, thoughts),
+            self._request(request, prompt, key_ids, custom_stops, decoded_text, thoughts),
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
-        sampled = text_of(completion.token_ids)
+        sampled = decoded_text(completion.token_ids)
         end, stop = find_stop(sampled, request.stops, thoughts) or (len(sampled), "")
         text, with_stop = sampled[: end + len(stop) * request.include_stop], sampled[: end + len(stop)]
         stop_reason: str | int | None = stop or None
@@ -250,7 +250,7 @@ class ChatClient(LanguageModel):
         prompt: Prompt,
         key_ids: tuple[int, ...],
         stop_ids: Iterable[int],
-        text_of: Callable[[Sequence[int]], str],
+        decoded_text: Callable[[Sequence[int]], str],
         thoughts: Thoughts | None,
     ) -> Request:
         """Return the engine's request for one answer."""
@@ -266,14 +266,14 @@ class ChatClient(LanguageModel):
             stop_ids=(*self.policy.template.stop_ids, *sorted(stop_ids)),
             logit_bias=tuple((request.logit_bias or {}).items()),
             find_stop=(
-                StopFinder(text_of, request.stops, self.policy.template.tokens.is_byte, thoughts)
+                StopFinder(decoded_text, request.stops, self.policy.template.tokens.is_byte, thoughts)
                 if request.stops
                 else None
             ),
             top_logprobs=request.top_logprobs,
         )
 
-    def _fitted(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> Prompt:
+    def _fit_prompt(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> Prompt:
         """Return the prompt, truncated if it is too long and `long_prompts` is `truncate_left`.
 
         A truncated prompt leaves room for `max_tokens`, but takes at least half of the context.

@@ -46,7 +46,7 @@ def find_episode() -> Episode | None:
     return _current.get(None)
 
 
-def episode_of(context: contextvars.Context) -> Episode | None:
+def context_episode(context: contextvars.Context) -> Episode | None:
     """Return the current episode of another context."""
     return context.get(_current)
 

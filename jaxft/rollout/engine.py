@@ -22,7 +22,7 @@ from typing import Any
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.checks import vocabulary_size
 from jaxft.core.decode import SampledTokens
-from jaxft.core.sharding import platform_of
+from jaxft.core.sharding import compute_platform
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError, DeviceThreadError, NonFiniteError
 from jaxft.rollout.calls import Completion
@@ -104,7 +104,7 @@ class Engine:
         self._device = device
         self._get_params = get_params
         self._runner = ModelRunner(model, seed=seed, slots=slots, length=max_context_tokens, cache_tokens=cache_tokens)
-        platform = platform_of(model.sharding)
+        platform = compute_platform(model.sharding)
         self._ahead = QUEUED_AHEAD.get(platform, QUEUED_AHEAD_ELSEWHERE)
         self._prompt_share = PROMPT_SHARE.get(platform, PROMPT_SHARE_ELSEWHERE)
         # A CPU computes tokens of an answer to other last bits than those of a prompt, but samples them alike again.

@@ -49,7 +49,7 @@ class RemoteModel(abc.ABC):
         """Return the way to the model, with new HTTP clients."""
 
 
-def client_of(llm: LanguageModel | RemoteModel, wrapper_type: str | Enum) -> Any:
+def framework_client(llm: LanguageModel | RemoteModel, wrapper_type: str | Enum) -> Any:
     """Return a client of a framework for a language model.
 
     Args:

@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, pages_for, row_shards
 from jaxft.core.decode import SampledTokens
 from jaxft.core.sampling import LogitBias, SamplingParams
-from jaxft.core.sharding import commit_like, device_bytes, platform_of
+from jaxft.core.sharding import commit_like, compute_platform, device_bytes
 from jaxft.core.types import Cache, Model, Params
 from jaxft.rollout.calls import TopLogprobs
 from jaxft.rollout.decode_batch import (
@@ -144,7 +144,7 @@ class ModelRunner:
         self.counts = Counts()
         self._model = model
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
-        platform = platform_of(model.sharding)
+        platform = compute_platform(model.sharding)
         widest = 1 << (self.columns - 1).bit_length()
         chunks = CHUNK_PAGES.get(platform, CHUNK_PAGES_ELSEWHERE)
         self.chunk_pages = tuple(sorted({min(pages, widest) for pages in chunks}))
@@ -175,20 +175,20 @@ class ModelRunner:
 
     def prefill(self, params: Params, chunks: Sequence[PrefillChunk], width: int) -> None:
         """Prefill chunks of one width, at most `chunk_rows` on each row shard."""
-        arrays = self._made(params)
+        arrays = self._make_programs(params)
         arrays.cache = prefill(self._model, params, arrays.cache, self._chunks(chunks, width))
         self.counts.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
 
     def copy(self, params: Params, copies: Sequence[PageCopy]) -> None:
         """Copy pages, all of them at once."""
-        arrays, by_shard = self._made(params), _by_shard(copies, self.row_shards)
+        arrays, by_shard = self._make_programs(params), _by_shard(copies, self.row_shards)
         for start in range(0, max(map(len, by_shard)), ADMISSION_ROWS):
             chosen = [of_shard[start : start + ADMISSION_ROWS] for of_shard in by_shard]
             arrays.cache = copy(self._model, arrays.cache, *self._copies(chosen))
 
     def admit(self, params: Params, requests: Sequence[tuple[int, Request]]) -> None:
         """Put requests into slots; each comes with its slot."""
-        arrays = self._made(params)
+        arrays = self._make_programs(params)
         by_keys: dict[int, list[tuple[int, Request]]] = {}
         for slot, request in requests:
             by_keys.setdefault(len(request.key_ids), []).append((slot, request))
@@ -199,7 +199,7 @@ class ModelRunner:
 
     def advance(self, params: Params, rows: Sequence[Row], num_steps: int, *, is_filtered: bool) -> Dispatch:
         """Queue programs that decode `num_steps` tokens of each row, and return their results, to be read later."""
-        arrays, dispatch = self._made(params), []
+        arrays, dispatch = self._make_programs(params), []
         pages = {row.slot: row.pages for row in rows}
         columns = {row.slot: pages_for(row.num_tokens + num_steps - 1) for row in rows}
         for slots, is_few in split_batch(columns, self.slots, self._few_rows):
@@ -248,7 +248,7 @@ class ModelRunner:
 
     def warm_up(self, params: Params) -> None:
         """Run every program that requests can need."""
-        model, arrays = self._model, self._made(params)
+        model, arrays = self._model, self._make_programs(params)
         for pages in self.chunk_pages:
             arrays.cache = prefill(model, params, arrays.cache, self._chunks([], pages * PAGE_TOKENS))
         arrays.cache = copy(model, arrays.cache, *self._copies([[]] * self.row_shards))
@@ -304,7 +304,7 @@ class ModelRunner:
             for (tables, chosen), num_steps, is_filtered in product(rows, DISPATCH_TOKENS, (False, True))
         ]
 
-    def _made(self, params: Params) -> _Arrays:
+    def _make_programs(self, params: Params) -> _Arrays:
         if self._arrays is None:
             pages = self.num_pages * self.row_shards
             made = empty_arrays(self._model, pages, compute_dtype(params), self.slots)

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 from jaxtyping import Array, Bool
 
 from jaxft.core.partition import BASE
-from jaxft.core.sharding import devices_of, platform_of
+from jaxft.core.sharding import compute_devices, compute_platform
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.files import home_path
@@ -204,7 +204,7 @@ class Policy:
         """
         if not self.weights.is_pinned:
             return
-        is_ahead = self.has_own_sampler or platform_of(self.model.sharding) != "cpu"
+        is_ahead = self.has_own_sampler or compute_platform(self.model.sharding) != "cpu"
         waits_for = self._queued if is_ahead else ready
         # A sum is donated to the next microbatch, which is queued before this one is waited for; its copy is not.
         self._queued = jnp.copy(ready) if is_ahead and not ready.ndim else ready
@@ -353,7 +353,7 @@ class Policy:
     def devices(self) -> list[str]:
         """Names of the devices that hold the parameters."""
         found = {device for leaf in jax.tree.leaves(self.weights.trained) for device in leaf.sharding.device_set}
-        found |= set(devices_of(self._sampler.sharding)) if self.has_own_sampler else set()
+        found |= set(compute_devices(self._sampler.sharding)) if self.has_own_sampler else set()
         ordered = sorted(found, key=lambda device: device.id)
         return [f"{device.device_kind} ({device.platform} {device.id})" for device in ordered]
 

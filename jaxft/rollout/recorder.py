@@ -213,8 +213,8 @@ class Episode:
     def __getstate__(self) -> dict[str, Any]:
         """Return what another process can use: the record, with texts of its tokens, and nothing of this process."""
         texts = {
-            name: {token: text_of(token) for call in self.calls if call.llm == name for token in call.token_ids}
-            for name, text_of in self.texts_of_tokens.items()
+            name: {token: decoded_text(token) for call in self.calls if call.llm == name for token in call.token_ids}
+            for name, decoded_text in self.texts_of_tokens.items()
         }
         return {
             **vars(self),

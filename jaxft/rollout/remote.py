@@ -378,7 +378,7 @@ def _completion(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
     '42'
     """
     try:
-        given = _merged(body) if is_stream else json.loads(body)
+        given = _merge_events(body) if is_stream else json.loads(body)
         choices = [
             {
                 "message": {
@@ -398,7 +398,7 @@ def _completion(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
     return {"choices": choices, "usage": usage} if is_whole else None
 
 
-def _merged(body: bytes) -> dict[str, Any]:
+def _merge_events(body: bytes) -> dict[str, Any]:
     """Return the completion that server-sent events add up to."""
     choices: dict[int, dict[str, Any]] = {}
     calls: dict[tuple[int, int], dict[str, Any]] = {}

@@ -117,7 +117,7 @@ class ResponseFormat:
         without = {name: field for name, field in fields.items() if name != "tool_calls"}
         self._plain_template = load_response_template({**spec, "fields": without}) if self.has_reasoning else None
         strings = json.dumps([fields, grammar], ensure_ascii=False).replace("\\\\", "\\")
-        names = {token_id: tokens.text_of(token_id) for token_id in tokens.control_ids.union(stop_ids)}
+        names = {token_id: tokens.decoded_text(token_id) for token_id in tokens.control_ids.union(stop_ids)}
         self._skipped_ids = {
             token_id for token_id, text in names.items() if text not in strings and re.escape(text) not in strings
         }
@@ -273,16 +273,16 @@ def _read_parameters(text: str, start: int, name: str, tools: Sequence[Tool]) ->
         key, value = found["key"], found["value"]
         if key in arguments or "<parameter=" in value:
             raise ValueError(f"the parameter {key!r} is there twice, or has no end")
-        arguments[key] = _typed(value, _types(properties.get(key)) if isinstance(properties, Mapping) else set())
+        arguments[key] = _convert(value, _types(properties.get(key)) if isinstance(properties, Mapping) else set())
         start = found.end()
     return arguments, start
 
 
-def _typed(written: str, types: set[str]) -> Any:
+def _convert(written: str, types: set[str]) -> Any:
     """Return a value in tags as one of these types of JSON; text that is of none of them stays text.
 
-    >>> _typed("3.0", {"integer"}), _typed("True", {"boolean"}), _typed("[1]", {"array"}), _typed("[1", {"array"})
-    (3, True, [1], '[1')
+    >>> _convert("3.0", {"integer"}), _convert("True", {"boolean"}), _convert("[1", {"array"})
+    (3, True, '[1')
     """
     word = written.strip().lower()
     try:

@@ -237,7 +237,7 @@ class StopFinder:
 
     def __init__(
         self,
-        text_of: Callable[[Sequence[int]], str],
+        decoded_text: Callable[[Sequence[int]], str],
         stops: Sequence[str],
         is_byte: Callable[[int], bool] = lambda token_id: False,
         thoughts: Thoughts | None = None,
@@ -245,12 +245,12 @@ class StopFinder:
         """Make a finder.
 
         Args:
-            text_of: decodes tokens.
+            decoded_text: decodes tokens.
             stops: at least one string, and no empty one.
             is_byte: `TokenTexts.is_byte` of the tokenizer.
             thoughts: the answer's reasoning, if it may have any.
         """
-        self._text_of, self._is_byte, self._thoughts = text_of, is_byte, thoughts
+        self._text_of, self._is_byte, self._thoughts = decoded_text, is_byte, thoughts
         self._stops = tuple(stops)
         self._tagged = () if thoughts is None else tuple(filter(thoughts.is_tagged, stops))
         self._reach = max(map(len, stops)) + SLACK

@@ -122,15 +122,15 @@ class TokenTexts:
         """Return True for one of SentencePiece's tokens of one byte."""
         return token_id in self.byte_ids
 
-    def bytes_of(self, token_id: int) -> bytes:
+    def decoded_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds to a text that goes on."""
         if token_id not in self._known:
             self._known[token_id] = self._find_bytes(token_id)
         return self._known[token_id]
 
-    def text_of(self, token_id: int) -> str:
-        """Return `bytes_of` as text; bytes that are no whole character are lone surrogates, as in `os.fsdecode`."""
-        return self.bytes_of(token_id).decode(errors="surrogateescape")
+    def decoded_text(self, token_id: int) -> str:
+        """Return `decoded_bytes` as text; bytes of no whole character are lone surrogates, as in `os.fsdecode`."""
+        return self.decoded_bytes(token_id).decode(errors="surrogateescape")
 
     def _find_bytes(self, token_id: int) -> bytes:
         if token_id >= self._size:

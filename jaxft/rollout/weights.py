@@ -90,14 +90,14 @@ class WeightTransfer:
             is_shared: True to share arrays with `params`, which then must not be donated meanwhile; False to share only
                 those of a frozen base, which never are.
         """
-        shared, structure = self._shared(params, is_shared)
+        shared, structure = self._shared_leaves(params, is_shared)
         given, new = jax.tree.leaves(params), self._new_leaves(params, is_shared)
         leaves = [new[index] if source is None else given[source] for index, source in enumerate(shared)]
         return jax.tree.unflatten(structure, leaves)
 
     def extra_bytes(self, params: Params, *, is_shared: bool = True) -> int:
         """Return the bytes per device of the decoding weights that are not shared with the trained ones."""
-        shared, structure = self._shared(params, is_shared)
+        shared, structure = self._shared_leaves(params, is_shared)
         shapes = jax.tree.leaves(jax.eval_shape(self._model.decode_layout, params))
         new = [shape if source is None else None for shape, source in zip(shapes, shared, strict=True)]
         sharding = None if self._model.sharding is None else self._model.sharding.gathered()
@@ -127,14 +127,14 @@ class WeightTransfer:
 
     def _make_new_leaves(self, params: Params, is_shared: bool) -> list[Any]:
         """Make the leaves of the decoding weights, with None for shared ones."""
-        shared, _ = self._shared(params, is_shared)
+        shared, _ = self._shared_leaves(params, is_shared)
         leaves = jax.tree.leaves(self._model.decode_layout(params))
         # An output that is an input would be the same array; a copy is not.
-        same = self._shared(params)[0]
+        same = self._shared_leaves(params)[0]
         leaves = [leaf if source is None else jnp.copy(leaf) for leaf, source in zip(leaves, same, strict=True)]
         return [leaf if source is None else None for leaf, source in zip(leaves, shared, strict=True)]
 
-    def _shared(self, params: Params, is_shared: bool = True) -> tuple[list[int | None], Any]:
+    def _shared_leaves(self, params: Params, is_shared: bool = True) -> tuple[list[int | None], Any]:
         """Return, for each decoding leaf, the index of the same leaf in `params` or None; and the tree structure."""
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
         traced, decoded = jax.make_jaxpr(self._model.decode_layout, return_shape=True)(shapes)

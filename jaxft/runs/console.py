@@ -150,7 +150,7 @@ class Console:
     def table(self, values: Mapping[str, object]) -> None:
         """Show names and values in two columns, floats with four digits."""
         width = max(map(len, values), default=0)
-        self.message("\n".join(f"{name:<{width}}  {_shown(value)}" for name, value in values.items()))
+        self.message("\n".join(f"{name:<{width}}  {_show_value(value)}" for name, value in values.items()))
 
     def log(self, record: logging.LogRecord) -> None:
         """Show a log record: level, logger and message."""
@@ -297,5 +297,5 @@ def _column(name: str, value: float | None) -> str:
     return printable(f"{name} {text:<{_VALUE_COLUMNS}}")
 
 
-def _shown(value: object) -> str:
+def _show_value(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

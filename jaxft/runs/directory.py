@@ -94,7 +94,7 @@ class RunDirectory:
         Raises:
             RunDirectoryError: the directory is not writable, is locked by another process, or holds a run.
         """
-        directory = cls._locked(Path(path), make=True)
+        directory = cls._lock_folder(Path(path), make=True)
         with directory._closed_if_refused():
             earlier = directory._replaceable(overwrite)
         directory._earlier = earlier
@@ -109,7 +109,7 @@ class RunDirectory:
         """
         if not (Path(path) / HOLDER_FILE).is_file():
             raise RunDirectoryError(f"no run to continue in '{path}': create it, or give the directory of a run")
-        directory = cls._locked(Path(path), make=False)
+        directory = cls._lock_folder(Path(path), make=False)
         with directory._closed_if_refused():
             return directory
 
@@ -126,7 +126,7 @@ class RunDirectory:
             raise
 
     @classmethod
-    def _locked(cls, path: Path, *, make: bool) -> "RunDirectory":
+    def _lock_folder(cls, path: Path, *, make: bool) -> "RunDirectory":
         if (path / LOCK_FILE).is_symlink():
             raise RunDirectoryError(
                 f"'{path / LOCK_FILE}' is a symbolic link, through which no run is locked: remove that link"

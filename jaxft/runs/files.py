@@ -70,7 +70,7 @@ def holds_run(path: Path) -> bool:
     return bool(run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
 
 
-def environment_of(path: Path) -> dict[str, Any]:
+def read_environment(path: Path) -> dict[str, Any]:
     """Return the content of a run's `ENVIRONMENT_FILE`; nothing if it cannot be read."""
     try:
         about = json.loads((path / ENVIRONMENT_FILE).read_bytes())
@@ -81,7 +81,7 @@ def environment_of(path: Path) -> dict[str, Any]:
 
 def ways_on(path: Path) -> str:
     """Return what to do about a folder that holds a run; one that was cut off is best resumed by its own command."""
-    command = None if (path / RESULT_FILE).exists() else environment_of(path).get(RESUME_COMMAND)
+    command = None if (path / RESULT_FILE).exists() else read_environment(path).get(RESUME_COMMAND)
     return ("" if command is None else f"continue it with `{command}`, ") + "give another output_dir, or --overwrite"
 
 

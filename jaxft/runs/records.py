@@ -199,7 +199,7 @@ def _yaml(file: Path) -> Row:
         found = yaml.load(file.read_text("utf-8"), Loader=_YAML_LOADER)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise unreadable(file, error) from error
-    return {} if found is None else _checked(file, found, dict)
+    return {} if found is None else _check_value(file, found, dict)
 
 
 def _json(file: Path, missing: Any, kind: type = dict) -> Any:
@@ -210,8 +210,8 @@ def _json(file: Path, missing: Any, kind: type = dict) -> Any:
         return missing
     except (OSError, ValueError) as error:
         raise unreadable(file, error) from error
-    for row in found if isinstance(_checked(file, found, kind), list) else ():
-        _checked(file, row, dict)
+    for row in found if isinstance(_check_value(file, found, kind), list) else ():
+        _check_value(file, row, dict)
     return found
 
 
@@ -219,11 +219,11 @@ def _with_epochs(file: Path) -> list[Row]:
     """Return the rows of a history, each of which names its epoch."""
     rows = _json(file, [], list)
     for row in rows:
-        _checked(file, row.get("epoch"), int)
+        _check_value(file, row.get("epoch"), int)
     return rows
 
 
-def _checked(file: Path, value: Any, kind: type, line: int | None = None) -> Any:
+def _check_value(file: Path, value: Any, kind: type, line: int | None = None) -> Any:
     if not isinstance(value, kind):
         wanted = {dict: "an object", list: "a list", int: "a number"}[kind]
         raise unreadable(file, ValueError(f"it holds a value of type {type(value).__name__}; wanted {wanted}"), line)
@@ -234,7 +234,7 @@ def _epochs(file: Path) -> list[Row]:
     """Return the rows of a log that has one for each epoch."""
     rows = list(_lines(file))
     for number, row in enumerate(rows, start=1):
-        _checked(file, row.get("epoch"), int, number)
+        _check_value(file, row.get("epoch"), int, number)
     return rows
 
 
@@ -248,7 +248,7 @@ def _lines(file: Path) -> Iterator[Row]:
                     row = json.loads(line)
                 except ValueError as error:
                     raise unreadable(file, error, number) from error
-                yield _checked(file, row, dict, number)
+                yield _check_value(file, row, dict, number)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -22,7 +22,7 @@ from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_
 from jaxft.rollout import episode_of_token, find_episode, is_episode_token, recording
 from jaxft.serving.completions import CHAT_COMPLETIONS
 from jaxft.serving.openapi import DIALECTS, openapi_schema
-from jaxft.serving.schemas import APIRequest, Dialect, in_words_of, read_request
+from jaxft.serving.schemas import APIRequest, Dialect, as_refusal, read_request
 from jaxft.serving.wire import (
     MAX_BODY_BYTES,
     APIError,
@@ -56,14 +56,14 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
 
     def answers(dialect: Dialect) -> Route:
         async def answer(request: Request) -> Response:
-            asked, wanted = await _read(dialect, await _body(request))
+            asked, wanted = await _read_request(dialect, await _body(request))
             llm = _find(llms, asked.model)
             if asked.stream:
                 writer = dialect.make_writer(asked, llm.token_text)
                 events = _events(llm, wanted, writer)
                 # Before the response begins, so that a request that cannot be answered gets the status of its error.
                 first = await _while_connected(request, _next(events))
-                return StreamingResponse(_joined(first, events, dialect, writer), media_type="text/event-stream")
+                return StreamingResponse(_join_events(first, events, dialect, writer), media_type="text/event-stream")
             reply = await _while_connected(request, llm.answer(wanted))
             return _json(dialect.reply(asked, reply, llm.token_text))
 
@@ -135,7 +135,7 @@ def episode_token(scope: Scope) -> tuple[str | None, Scope]:
     if scope["path"].startswith("/e/"):
         token, slash, path = scope["path"].removeprefix("/e/").partition("/")
         return token, {**scope, "path": slash + path, "root_path": f"{scope['root_path']}/e/{token}"}
-    keys = (key.decode("latin-1") for key in keys_of(scope))
+    keys = (key.decode("latin-1") for key in request_keys(scope))
     return next(filter(is_episode_token, keys), None), scope
 
 
@@ -143,7 +143,7 @@ KEY_HEADERS = (b"authorization", b"x-api-key")
 """Headers that clients of OpenAI and of Anthropic send their key in."""
 
 
-def keys_of(scope: Scope) -> list[bytes]:
+def request_keys(scope: Scope) -> list[bytes]:
     """Return the keys that a request has."""
     values = [value for name, value in scope["headers"] if name in KEY_HEADERS]
     return [(value[7:] if value[:7].lower() == b"bearer " else value).strip() for value in values]
@@ -172,21 +172,21 @@ def _answering(
         except ClientDisconnect:  # nobody reads this
             return Response(status_code=499)
         except Exception as error:
-            status, body = dialect.error(_refused(error, dialect))
+            status, body = dialect.error(_refuse(error, dialect))
             return _json(body, status)
 
     return answering
 
 
-def _refused(error: Exception, dialect: Dialect) -> APIError:
+def _refuse(error: Exception, dialect: Dialect) -> APIError:
     """Return an error for clients; the episode keeps one of the policy, after which no call can succeed."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, PromptTooLongError):
         argument = "messages" if "messages" in dialect.request.model_fields else "prompt_ids"
-        return in_words_of(dialect.request, RequestError(str(error), argument), "context_length_exceeded")
+        return as_refusal(dialect.request, RequestError(str(error), argument), "context_length_exceeded")
     if isinstance(error, RequestError):
-        return in_words_of(dialect.request, error)
+        return as_refusal(dialect.request, error)
     if isinstance(error, ValueError):
         return APIError(str(error))
     if isinstance(error, PolicyError):
@@ -233,7 +233,7 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _read(dialect: Dialect, body: bytes) -> tuple[APIRequest, ChatRequest | CompletionRequest]:
+async def _read_request(dialect: Dialect, body: bytes) -> tuple[APIRequest, ChatRequest | CompletionRequest]:
     """Return the request of a body and what it wants sampled; others are answered while a large one is read."""
 
     def read() -> tuple[APIRequest, ChatRequest | CompletionRequest]:
@@ -245,7 +245,7 @@ async def _read(dialect: Dialect, body: bytes) -> tuple[APIRequest, ChatRequest 
 
 async def _while_connected(request: Request, answering: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine, which is cancelled when the client goes away."""
-    task, gone = asyncio.current_task(), asyncio.create_task(_disconnected(request))
+    task, gone = asyncio.current_task(), asyncio.create_task(_wait_for_end(request))
     assert task is not None
 
     def cancel(gone: "asyncio.Task[None]") -> None:
@@ -265,7 +265,7 @@ async def _while_connected(request: Request, answering: Coroutine[Any, Any, T]) 
         gone.cancel()
 
 
-async def _disconnected(request: Request) -> None:
+async def _wait_for_end(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -284,7 +284,7 @@ async def _next(events: AsyncIterator[bytes]) -> bytes:
     return await anext(events)
 
 
-async def _joined(
+async def _join_events(
     first: bytes, rest: AsyncIterator[bytes], dialect: Dialect, writer: EventWriter
 ) -> AsyncIterator[bytes]:
     """Yield the events; an error between them becomes the last one."""
@@ -293,4 +293,4 @@ async def _joined(
         async for each in rest:
             yield each
     except Exception as error:
-        yield writer.error(_refused(error, dialect))
+        yield writer.error(_refuse(error, dialect))

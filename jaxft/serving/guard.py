@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxft.harness import Limits, is_loopback
 from jaxft.rollout import episode_of_token
-from jaxft.serving.app import episode_token, error_response, keys_of
+from jaxft.serving.app import episode_token, error_response, request_keys
 from jaxft.serving.wire import APIError
 
 RETRY_SECONDS = 1
@@ -122,14 +122,14 @@ class Guard:
         if token is not None:
             episode = episode_of_token(token)
             if episode is None or episode.is_over:
-                raise _unauthorized("the base URL or key is that of no running episode: each episode has its own")
+                raise _refuse_key("the base URL or key is that of no running episode: each episode has its own")
             return
         if self._key_digest is None:
             return
-        digests = map(_digest, keys_of(scope))
+        digests = map(_digest, request_keys(scope))
         # All of them, so that the time says nothing about the key.
         if not any([hmac.compare_digest(digest, self._key_digest) for digest in digests]):
-            raise _unauthorized(
+            raise _refuse_key(
                 "the key is missing or wrong: send the server's api_key, as in 'Authorization: Bearer KEY', or call "
                 "the base_url of a running episode"
             )
@@ -176,7 +176,7 @@ def _busy(message: str) -> APIError:
     return APIError(f"{message}: ask again later", status=429, kind="rate_limit_error", code="rate_limit_exceeded")
 
 
-def _unauthorized(message: str) -> APIError:
+def _refuse_key(message: str) -> APIError:
     return APIError(message, status=401, kind="authentication_error", code="invalid_api_key")
 
 

@@ -294,11 +294,11 @@ def read_request(model: type[Request], body: Mapping[str, Any]) -> Request:
     raise APIError("\n".join([*(sentence for sentence, _ in told), *more]), param=param, code=code)
 
 
-def in_words_of(model: type[APIRequest], error: RequestError, code: str | None = None) -> APIError:
+def as_refusal(model: type[APIRequest], error: RequestError, code: str | None = None) -> APIError:
     """Return the refusal of a request that cannot be answered, with the API's own name of the argument.
 
     >>> error = RequestError("include_stop is 0; wanted a boolean", param="include_stop")
-    >>> in_words_of(CompletionFields, error).message
+    >>> as_refusal(CompletionFields, error).message
     'include_stop_str_in_output is 0; wanted a boolean'
     """
     message, param = str(error), error.param

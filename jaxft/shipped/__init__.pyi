@@ -1,7 +1,7 @@
 """The public names of `jaxft.shipped`, each imported when it is first used; the outbuildings use no others."""
 
 from .local_policy import (
-    dtypes_of as dtypes_of,
+    resolve_dtypes as resolve_dtypes,
 )
 from .programs import (
     Programs as Programs,

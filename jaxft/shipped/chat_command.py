@@ -24,7 +24,7 @@ from jaxft.errors import ConfigError, RequestError, UserCodeError, did_you_mean,
 from jaxft.harness.commands import open_models
 from jaxft.harness.config import load_models
 from jaxft.harness.registry import import_module
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 from jaxft.harness.signals import current_shutdown
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest
@@ -34,7 +34,7 @@ from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import Tool, ToolCall
 from jaxft.rollout.recorder import VALIDATION, Episode
 from jaxft.runs.console import Console, current_console
-from jaxft.shipped.model_source import models_of
+from jaxft.shipped.model_source import model_configuration
 
 MAX_ROUNDS = 20
 """Number of answers to one message that may call tools."""
@@ -46,7 +46,7 @@ Functions = Mapping[str, Callable[..., Any]]
 def run_chat(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     """Talk to the model that the command line names, and return the exit code; standard output is for the answers."""
     title = f"chat {parsed.source}" if sys.stdin.isatty() else None
-    return exit_code_of(lambda: chat(parsed), title=title, log_level="warning", on_stderr=True)
+    return run_main(lambda: chat(parsed), title=title, log_level="warning", on_stderr=True)
 
 
 async def chat(arguments: argparse.Namespace) -> None:
@@ -65,7 +65,7 @@ async def chat(arguments: argparse.Namespace) -> None:
         chat_template_kwargs=dict(arguments.template_kwargs),
     )
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
-    models = models_of(arguments.source, context_tokens=arguments.context_tokens)
+    models = model_configuration(arguments.source, context_tokens=arguments.context_tokens)
     ((name, fields),) = models["llms"].items()
     if fields["mesh"] is None:
         fields |= {"slots": 1, "cache_tokens": None, "sampler_mesh": None}

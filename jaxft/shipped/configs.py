@@ -205,7 +205,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         """Number of versions after which a snapshot is replaced."""
         return SNAPSHOT_EVERY if self.every is None else self.every
 
-    def with_sampling_of(self, policy: "LocalPolicyConfig") -> "LocalPolicyConfig":
+    def with_sampling_settings(self, policy: "LocalPolicyConfig") -> "LocalPolicyConfig":
         """Return the configuration with the policy's `SNAPSHOT_FIELDS` in place of those that were left out."""
         return self.model_copy(
             update={name: dict(policy)[name] for name in SNAPSHOT_FIELDS if name not in self.model_fields_set}

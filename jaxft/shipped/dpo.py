@@ -105,7 +105,7 @@ class DPOTrajectoryBuilder(RolloutBuilder):
         config = self.trajectory_builder_config
         trajectories: list[Trajectory] = []
         for turn, candidates in enumerate(decisions):
-            pairs = pairs_of(candidates, exhaustive=config.exhaustive_pairs, min_score_diff=config.min_score_diff)
+            pairs = ranked_pairs(candidates, exhaustive=config.exhaustive_pairs, min_score_diff=config.min_score_diff)
             for chosen, rejected in pairs[: config.max_pairs_per_turn]:
                 prompt = [
                     OpenAIMessage(role=said["role"], content=readable_text(said)) for said in chosen.call.messages
@@ -136,7 +136,7 @@ class DPOTrajectoryBuilder(RolloutBuilder):
         return trajectories
 
 
-def pairs_of(
+def ranked_pairs(
     candidates: Sequence[Candidate], *, exhaustive: bool = True, min_score_diff: float = 0.0
 ) -> list[tuple[Candidate, Candidate]]:
     """Return the (better, worse) pairs of candidates, by descending difference of their scores.

@@ -35,8 +35,8 @@ from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.evaluators import is_number
 from jaxft.harness.registry import GroupEvaluatorConfig, import_module
 from jaxft.harness.steps import IntermediateStepType
-from jaxft.harness.supervision import is_async, place_of
-from jaxft.rollout.calls import call_of
+from jaxft.harness.supervision import innermost_user_frame, is_async
+from jaxft.rollout.calls import recorded_call
 from jaxft.shipped.configs import LLMJudgeConfig
 
 OF_ONE = {"completion": "completions", "prompt": "prompts"}
@@ -90,19 +90,19 @@ class RewardFunction:
         self.check_columns(tuple(keywords))
         count = len(keywords["completions"])
         if not self.is_of_one:
-            return self._checked(await self._call(self._taken(keywords), in_thread), count)
+            return self._check_rewards(await self._call(self._accepted_keywords(keywords), in_thread), count)
         singular = {many: one for one, many in OF_ONE.items()}
 
         async def reward(index: int) -> float | Exception | None:
             own = {singular.get(name, name): values[index] for name, values in keywords.items()}
             try:
-                return self._number(await self._call(self._taken(own), in_thread), index)
+                return self._number(await self._call(self._accepted_keywords(own), in_thread), index)
             except RuntimeError as error:
                 return error
 
         return list(await asyncio.gather(*(reward(index) for index in range(count))))
 
-    def _taken(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    def _accepted_keywords(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in keywords.items() if self.taken is None or name in self.taken}
 
     async def _call(self, keywords: Mapping[str, Any], in_thread: bool) -> Any:
@@ -112,9 +112,9 @@ class RewardFunction:
             return await given if inspect.isawaitable(given) else given
         except Exception as error:
             frames = list(traceback.walk_tb(error.__traceback__))[::-1]
-            raise RuntimeError(f"{self.place} raised {one_line(error)}, at {place_of(frames)}") from error
+            raise RuntimeError(f"{self.place} raised {one_line(error)}, at {innermost_user_frame(frames)}") from error
 
-    def _checked(self, given: Any, count: int) -> list[float | Exception | None]:
+    def _check_rewards(self, given: Any, count: int) -> list[float | Exception | None]:
         wanted = "wanted is a list with a number, or None, for each"
         if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
             raise TypeError(f"{self.place} returned {repr(given)[:100]} for {count} completions: {wanted}")
@@ -141,7 +141,7 @@ def reward_function(given: Any) -> RewardFunction:
     """
     if isinstance(given, RewardFunction):
         return given
-    function = _imported(given) if isinstance(given, str) else given
+    function = _import_function(given) if isinstance(given, str) else given
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{repr(given)[:100]} is no function: wanted is one of completions that returns their rewards")
     inner = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
@@ -171,7 +171,7 @@ def reward_function(given: Any) -> RewardFunction:
     )
 
 
-def functions_of(reward: Any, examples: Sequence[EvalInputItem]) -> list[RewardFunction]:
+def load_reward_functions(reward: Any, examples: Sequence[EvalInputItem]) -> list[RewardFunction]:
     """Return one function, or several, checked against the columns of the examples.
 
     Raises:
@@ -202,7 +202,7 @@ def check_functions(functions: Sequence[RewardFunction], examples: Sequence[Eval
             raise ConfigError([f"reward: {error}"]) from None
 
 
-def _imported(text: str) -> Any:
+def _import_function(text: str) -> Any:
     """Return the function at `module:name`; the module is searched for like an entry of `imports`."""
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
@@ -215,14 +215,14 @@ def _imported(text: str) -> Any:
     return module[name]
 
 
-def _validated(given: Any) -> RewardFunction:
+def _validate_functions(given: Any) -> RewardFunction:
     try:
         return reward_function(given)
     except (ConfigError, ValueError) as error:
         raise config_error(str(error)) from None
 
 
-def _serialized(function: RewardFunction) -> str:
+def _function_name(function: RewardFunction) -> str:
     inner = function.function.func if isinstance(function.function, functools.partial) else function.function
     return f"{inspect.unwrap(inner).__module__}:{function.name}"
 
@@ -230,7 +230,9 @@ def _serialized(function: RewardFunction) -> str:
 class RewardFunctionsConfig(GroupEvaluatorConfig, name="reward_functions"):
     """Python functions of completions, as TRL's users write them, whose sum is the reward."""
 
-    functions: tuple[Annotated[RewardFunction, PlainValidator(_validated), PlainSerializer(_serialized)], ...] = Field(
+    functions: tuple[
+        Annotated[RewardFunction, PlainValidator(_validate_functions), PlainSerializer(_function_name)], ...
+    ] = Field(
         min_length=1,
         description="Functions as module:name, as in my_rewards:brevity; the module is next to this file, in the "
         "working directory, or installed. Each gets completions, prompts and the row's columns by its parameters.",
@@ -248,14 +250,14 @@ async def reward_functions(config: RewardFunctionsConfig, builder: Any) -> Async
     in_thread = config.timeout_seconds is not None  # a blocking function would block the clock, too
 
     async def score(items: list[EvalInputItem]) -> list[dict[str, float | None] | Exception]:
-        keywords = keywords_of(items, with_ids=with_ids)
+        keywords = reward_keywords(items, with_ids=with_ids)
         given = [await each.rewards(keywords, in_thread) for each in config.functions]
-        return [_named(config.functions, rewards) for rewards in zip(*given, strict=True)]
+        return [_rewards_by_name(config.functions, rewards) for rewards in zip(*given, strict=True)]
 
     yield score
 
 
-def _named(
+def _rewards_by_name(
     functions: Sequence[RewardFunction], rewards: Sequence[float | Exception | None]
 ) -> dict[str, float | None] | Exception:
     """Return the rewards of a completion by function, or the first error."""
@@ -267,7 +269,7 @@ def _named(
     return named
 
 
-def keywords_of(items: Sequence[EvalInputItem], *, with_ids: bool) -> dict[str, list[Any]]:
+def reward_keywords(items: Sequence[EvalInputItem], *, with_ids: bool) -> dict[str, list[Any]]:
     """Return what reward functions are called with for the episodes of an example, each a list.
 
     Args:
@@ -292,7 +294,7 @@ def _completion_ids(item: EvalInputItem) -> list[int]:
     """Return the tokens of the last answer of the policy; none if there is no answer."""
     answers = [step for step in item.trajectory if step.event_type is IntermediateStepType.LLM_END]
     payload = answers[-1].data.payload if answers and answers[-1].data is not None else None
-    call = call_of(payload["logprobs"]) if payload else None
+    call = recorded_call(payload["logprobs"]) if payload else None
     return [] if call is None else list(call.token_ids)
 
 

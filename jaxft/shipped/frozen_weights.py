@@ -31,7 +31,7 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Weights
     if not isinstance(own, DecoderConfig):
         raise ComponentError(f"loss.reference.path: {path} holds a decoder; the policy is {own}")
     options: dict[str, Any] = {"context_tokens": policy.engine.max_context_tokens, "ignored_keys": accepted_keys(own)}
-    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=mesh_of(policy), **options)
+    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=policy_mesh(policy), **options)
     other = reference.config
     assert isinstance(other, DecoderConfig)
     if own.architecture != other.architecture:
@@ -62,7 +62,7 @@ async def load_teacher(name: str, policy: Policy, builder: Any) -> Weights:
             f"its tokenizer is another than the policy's: {len(differing)} tokens have other ids or are only in one of "
             f"both, such as {differing[0]!r}; the token ids that the policy samples would mean something else to it",
         )
-    if mesh_of(teacher) != mesh_of(policy):
+    if policy_mesh(teacher) != policy_mesh(policy):
         raise _unfit(name, "its mesh is another than the policy's: give both the same llms.<name>.mesh")
     has, needs = teacher.engine.max_context_tokens, policy.engine.max_context_tokens
     if has < needs:
@@ -70,7 +70,7 @@ async def load_teacher(name: str, policy: Policy, builder: Any) -> Weights:
     return Weights(teacher.model, await teacher.read(lambda params: params))
 
 
-def mesh_of(policy: Policy) -> Any:
+def policy_mesh(policy: Policy) -> Any:
     """Return the mesh of a policy's parameters; None on a single device."""
     return None if policy.model.sharding is None else policy.model.sharding.mesh
 

@@ -18,7 +18,7 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.evaluation import EpisodeOutcome, verdict_of
+from jaxft.harness.evaluation import EpisodeOutcome, find_verdict
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -77,7 +77,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
     async def _trajectory(self, run_id: str, outcome: EpisodeOutcome, meta: dict[str, Any] | None) -> Trajectory:
         """Return the trajectory of an episode; without a reward it is not scorable."""
         assert self.evaluation is not None
-        verdict = verdict_of(self.evaluation.reward_name or "", outcome)
+        verdict = find_verdict(self.evaluation.reward_name or "", outcome)
         reward = await self.compute_reward(verdict, meta) if outcome.error is None else self.failed_reward
         is_priced = outcome.reward is None and reward is not None
         remote_calls = outcome.episode.remote_calls
@@ -343,9 +343,9 @@ def examples_of_epoch(ids: Sequence[str], count: int, seed: int, epoch: int) -> 
     start = last
     while num_first(start) and (start == last or num_first(start) + count > size):
         start -= 1
-    before, order = list[str](), _shuffled(ids, seed, start)
+    before, order = list[str](), _shuffle_ids(ids, seed, start)
     for number in range(start + 1, last + 1):
-        before, order = order, _shuffled(ids, seed, number)
+        before, order = order, _shuffle_ids(ids, seed, number)
         has = set(before[num_first(number) - count :])
         first = [example_id for example_id in order if example_id not in has][: num_first(number)]
         has = set(first)
@@ -359,13 +359,13 @@ def skipping_examples(ids: Sequence[str], count: int, seed: int, epoch: int) -> 
     chosen: list[str] = []
     position = epoch * count
     while len(chosen) < count:
-        taken = _shuffled(ids, seed, position // len(ids))[position % len(ids) :][: count - len(chosen)]
+        taken = _shuffle_ids(ids, seed, position // len(ids))[position % len(ids) :][: count - len(chosen)]
         chosen += [example_id for example_id in taken if example_id not in chosen]
         position += len(taken)
     return chosen
 
 
-def _shuffled(ids: Sequence[str], seed: int, number: int) -> list[str]:
+def _shuffle_ids(ids: Sequence[str], seed: int, number: int) -> list[str]:
     """Return the examples in the order of a pass."""
     order = list(ids)
     random.Random(f"order of examples {seed} {number}").shuffle(order)

@@ -215,7 +215,7 @@ class Health:
             self._first.append({name: finite[name] for name in finite if name in COMPARED or is_named_reward(name)})
         self._best_reward = max(self._best_reward, finite.get("reward_max", float("-inf")))
         largest_diff = MAX_SAMPLER_DIFF.get(self.dtype, MAX_ROUNDED_DIFF)
-        baseline = Baseline(means_of(self._first), self._best_reward, largest_diff)
+        baseline = Baseline(metric_means(self._first), self._best_reward, largest_diff)
         lines = []
         for name, trouble in TROUBLES.items():
             try:
@@ -258,10 +258,10 @@ def answer_tokens(metrics: Metrics) -> dict[str, float]:
     return {ANSWER_TOKENS: metrics["completion_tokens_mean"] * (metrics.get("episodes", 0) - lost) / calls}
 
 
-def means_of(rows: list[dict[str, float]]) -> dict[str, float]:
+def metric_means(rows: list[dict[str, float]]) -> dict[str, float]:
     """Return the mean of each metric over the rows that have it.
 
-    >>> means_of([{"entropy": 1.0}, {"entropy": 3.0, "kl": 1.0}])
+    >>> metric_means([{"entropy": 1.0}, {"entropy": 3.0, "kl": 1.0}])
     {'entropy': 2.0, 'kl': 1.0}
     """
     names = dict.fromkeys(name for row in rows for name in row)

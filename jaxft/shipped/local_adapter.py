@@ -46,7 +46,7 @@ from jaxft.shipped.training_job import Job, JobInput, is_too_stale, make_learner
 from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
 from jaxft.training.job_records import BadBatches, KeptTokens
 from jaxft.training.memory import choose_remat, memory_advice, memory_errors, peak, peak_bytes, run_memory
-from jaxft.training.rows import digests_of
+from jaxft.training.rows import job_digests
 
 BACKEND = "local"
 
@@ -377,8 +377,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         saved = values.get("snapshots", {})
         if saved.keys() != weights.every.keys():
             raise RestoreError(
-                f"the checkpoint holds {_listed(saved)} of llms.{llm}, and the configuration has "
-                f"{_listed(weights.every)}: continue it with the llms that it was begun with"
+                f"the checkpoint holds {_list_snapshots(saved)} of llms.{llm}, and the configuration has "
+                f"{_list_snapshots(weights.every)}: continue it with the llms that it was begun with"
             )
 
         def restored(params: Any) -> Any:
@@ -408,10 +408,10 @@ class LocalTrainerAdapter(TrainerAdapter):
 
 def _together(run_id: str, given: JobInput) -> AbstractAsyncContextManager[None]:
     """Return a block in which all processes compute a job, whose input they compare first."""
-    return process_group().agree(f"job {run_id}", partial(digests_of, given.data, given.rewards))
+    return process_group().agree(f"job {run_id}", partial(job_digests, given.data, given.rewards))
 
 
-def _listed(snapshots: Iterable[str]) -> str:
+def _list_snapshots(snapshots: Iterable[str]) -> str:
     names = sorted(snapshots)
     return f"the snapshots {', '.join(names)}" if names else "no snapshots"
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.core.partition import BASE
-from jaxft.core.sharding import AXES, Sharding, connect, devices_of, make_mesh, platform_of, spans_processes
+from jaxft.core.sharding import AXES, Sharding, compute_devices, compute_platform, connect, make_mesh, spans_processes
 from jaxft.errors import ComponentError, ConfigError, HostsError, one_line
 from jaxft.files import home_path
 from jaxft.harness.config import Config
@@ -59,16 +59,16 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
     key = jax.random.key(seed, impl="threefry2x32")
     folder = None if config.path is None else local_folder(config.path)
     tokenizer = load_tokenizer(config.tokenizer if config.tokenizer is not None else config.path)
-    shape = shape_of(config)
+    shape = read_decoder_config(config)
     check_vocabulary(tokenizer, shape)  # before weights are read, and so is the next
     check_loss(name, config, builder.config)
     mesh, sampler_mesh = await _connected_meshes(name, config)
-    dtype, compute_dtype = dtypes_of(config, platform_of(None if mesh is None else Sharding(mesh)))
+    dtype, compute_dtype = resolve_dtypes(config, compute_platform(None if mesh is None else Sharding(mesh)))
     options: dict[str, Any] = {
         "dtype": dtype,
         "compute_dtype": compute_dtype,
         "remat": "dots" if config.remat == "auto" else config.remat,  # the adapter chooses
-        "lora": lora_of(config.lora),
+        "lora": lora_option(config.lora),
     }
     if mesh is not None:
         options["mesh"] = mesh
@@ -78,7 +78,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
     else:
         model, params = init_model(shape, key, **options)
         if mesh is None:  # bound to their device, as a checkpoint's are: what is computed with both compiles once
-            params = jax.device_put(params, devices_of(None)[0])
+            params = jax.device_put(params, compute_devices(None)[0])
     sampler = None
     if sampler_mesh is not None and config.sampler_mesh is not None:
         sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype)
@@ -90,9 +90,9 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
         tokenizer,
         stop_ids=find_stop_ids(tokenizer, folder),
         seed=sampling_seed(seed, name, builder.config.llms),
-        slots=share_of("slots", config.slots),
+        slots=process_share("slots", config.slots),
         max_context_tokens=config.max_context_tokens,
-        cache_tokens=None if config.cache_tokens is None else share_of("cache_tokens", config.cache_tokens),
+        cache_tokens=None if config.cache_tokens is None else process_share("cache_tokens", config.cache_tokens),
         base=None if config.path is None else base_name(config.path),
         sampler=sampler,
     )
@@ -105,7 +105,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
 
 
 async def _connected_meshes(name: str, config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
-    """Make the meshes of the policy `llms.<name>`, as `meshes_of`, and let the processes on the first one connect.
+    """Make the meshes of the policy `llms.<name>`, as `make_meshes`, and let the processes on the first one connect.
 
     Raises:
         HostsError: the devices of the processes do not reach each other, or no options say where the processes are.
@@ -113,7 +113,7 @@ async def _connected_meshes(name: str, config: LocalPolicyConfig) -> tuple[Mesh 
     group = process_group()
     if group.is_alone and jax.process_count() > 1:
         raise HostsError("these devices belong to several machines: give --coordinator, --num-processes, --process-id")
-    mesh, sampler_mesh = meshes_of(config)
+    mesh, sampler_mesh = make_meshes(config)
     names = await group.gather("next policy", name)
     if {*names} != {name}:
         raise HostsError(f"the processes make policies in different orders: now {', '.join(names)}")
@@ -169,14 +169,14 @@ async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) ->
     llm, llms = await builder.get_llm(config.snapshot_of), builder.config.llms
     if not isinstance(llm, ChatClient) or not isinstance(llm.policy, Policy):
         raise ComponentError(f"llms.{name}.snapshot_of: '{config.snapshot_of}' is no local_policy, or a snapshot, too")
-    own = config.with_sampling_of(llms[config.snapshot_of])
+    own = config.with_sampling_settings(llms[config.snapshot_of])
     snapshot = llm.policy.add_snapshot(
         name,
         every=own.snapshot_every,
         seed=sampling_seed(builder.config.finetuning.seed, name, llms),
-        slots=share_of("slots", own.slots),
+        slots=process_share("slots", own.slots),
         max_context_tokens=own.max_context_tokens,
-        cache_tokens=None if own.cache_tokens is None else share_of("cache_tokens", own.cache_tokens),
+        cache_tokens=None if own.cache_tokens is None else process_share("cache_tokens", own.cache_tokens),
     )
     return ChatClient(snapshot, name, own.long_prompts)
 
@@ -196,7 +196,7 @@ def sampling_seed(seed: int, name: str, llms: Mapping[str, LLMConfig]) -> int:
     return int.from_bytes(hashlib.sha256(repr((seed, name)).encode()).digest()[:4], "big")
 
 
-def dtypes_of(config: LocalPolicyConfig, platform: str) -> tuple[str, str | None]:
+def resolve_dtypes(config: LocalPolicyConfig, platform: str) -> tuple[str, str | None]:
     """Return the dtypes of parameters and of products, in which `auto` stands for the best ones on a platform.
 
     On GPUs and TPUs products are bfloat16, as float32 ones take 8 times as long or more, and the parameters that are
@@ -206,9 +206,10 @@ def dtypes_of(config: LocalPolicyConfig, platform: str) -> tuple[str, str | None
         config: configuration of the policy.
         platform: "cpu", "gpu" or "tpu".
 
-    >>> dtypes_of(LocalPolicyConfig(preset="qwen3-1m"), "tpu"), dtypes_of(LocalPolicyConfig(preset="qwen3-1m"), "cpu")
+    >>> config = LocalPolicyConfig(preset="qwen3-1m")
+    >>> resolve_dtypes(config, "tpu"), resolve_dtypes(config, "cpu")
     (('float32', 'bfloat16'), ('float32', None))
-    >>> dtypes_of(LocalPolicyConfig(preset="qwen3-1m", lora=LoraConfig()), "gpu")
+    >>> resolve_dtypes(LocalPolicyConfig(preset="qwen3-1m", lora=LoraConfig()), "gpu")
     ('bfloat16', 'bfloat16')
     """
     is_fast, has_adapters = platform != "cpu", config.lora is not None
@@ -227,9 +228,9 @@ def choices(config: LocalPolicyConfig) -> dict[str, str]:
     """
     if config.snapshot_of is not None:
         return {"snapshot_of": config.snapshot_of, "every": str(config.snapshot_every)}
-    mesh, _ = meshes_of(config)
-    platform = platform_of(None if mesh is None else Sharding(mesh))
-    dtype, compute_dtype = dtypes_of(config, platform)
+    mesh, _ = make_meshes(config)
+    platform = compute_platform(None if mesh is None else Sharding(mesh))
+    dtype, compute_dtype = resolve_dtypes(config, platform)
     remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen when training begins"
     return {"platform": platform, "dtype": dtype, "compute_dtype": compute_dtype or dtype, "remat": remat}
 
@@ -240,12 +241,12 @@ def base_name(path: str) -> str:
     return str(folder.absolute()) if folder.is_dir() else path
 
 
-def lora_of(config: LoraConfig | None) -> Lora | None:
+def lora_option(config: LoraConfig | None) -> Lora | None:
     """Return the `lora` of `init_model` and `load_model`; a folder of adapters overrides the settings of fresh ones."""
     return None if config is None else config.path or config.lora()
 
 
-def mesh_of(config: MeshConfig) -> Mesh:
+def make_device_mesh(config: MeshConfig) -> Mesh:
     """Make the mesh of all devices, those of other processes included.
 
     Raises:
@@ -254,7 +255,7 @@ def mesh_of(config: MeshConfig) -> Mesh:
     return make_mesh(config.data, config.fsdp, config.tensor)
 
 
-def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
+def make_meshes(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
     """Make the mesh of the parameters and that of the sampler; None for a single device, or no sampler of its own.
 
     Several processes without `mesh` train on a device of each.
@@ -264,7 +265,7 @@ def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
     """
     if config.sampler_mesh is None:
         if config.mesh is not None or jax.process_count() == 1:
-            return None if config.mesh is None else mesh_of(config.mesh), None
+            return None if config.mesh is None else make_device_mesh(config.mesh), None
         of_process = {device.process_index: device for device in reversed(jax.devices())}
         return make_mesh(devices=[of_process[index] for index in sorted(of_process)]), None
     if jax.process_count() > 1:
@@ -287,7 +288,7 @@ def meshes_of(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
     return None if config.mesh is None else mesh, sampler_mesh
 
 
-def share_of(name: str, number: int) -> int:
+def process_share(name: str, number: int) -> int:
     """Return the part of slots, or of tokens in caches, that each process has.
 
     Raises:
@@ -309,7 +310,7 @@ def num_devices(config: MeshConfig) -> int | None:
     return None if -1 in sizes else math.prod(sizes)
 
 
-def shape_of(config: LocalPolicyConfig) -> DecoderConfig:
+def read_decoder_config(config: LocalPolicyConfig) -> DecoderConfig:
     """Return the config of the model, without reading weights.
 
     Raises:
@@ -333,13 +334,13 @@ def sharding_table(config: LocalPolicyConfig) -> str | None:
     """
     if config.mesh is None:
         return None
-    shape = shape_of(config)
+    shape = read_decoder_config(config)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    mesh = meshes_of(config)[0] if min(sizes) < 1 else AbstractMesh(sizes, AXES)
+    mesh = make_meshes(config)[0] if min(sizes) < 1 else AbstractMesh(sizes, AXES)
     assert mesh is not None
-    dtype = jnp.dtype(dtypes_of(config, platform_of(Sharding(mesh)))[0])
+    dtype = jnp.dtype(resolve_dtypes(config, compute_platform(Sharding(mesh)))[0])
     sharding = sharding_for(shape, mesh)
-    params = parameter_shapes(shape, lora_spec(lora_of(config.lora)))
+    params = parameter_shapes(shape, lora_spec(lora_option(config.lora)))
     base = params.get(BASE, params)
     base = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), base)  # adapters are float32
     return parameters_table({**params, BASE: base} if BASE in params else base, sharding)

@@ -7,13 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxft.core.sharding import platform_of
+from jaxft.core.sharding import compute_platform
 from jaxft.errors import ConfigError
 from jaxft.files import MANIFEST
 from jaxft.harness.commands import serve
 from jaxft.harness.config import load_models
 from jaxft.harness.config_merge import ConfigErrors, expanded, read_layers
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
@@ -22,7 +22,7 @@ from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import saved_ignored_keys
 from jaxft.runs.files import CONFIG_FILE
 from jaxft.shipped.configs import LocalPolicyConfig
-from jaxft.shipped.local_policy import dtypes_of
+from jaxft.shipped.local_policy import resolve_dtypes
 
 CONTEXT_TOKENS = 4096
 """Default context of a model without a run."""
@@ -33,13 +33,13 @@ def run_serve(parsed: argparse.Namespace, given: Sequence[str]) -> int:
 
     async def main() -> None:
         source = parsed.source or parsed.config_file
-        models = read_layers(source) if parsed.source is None else models_of(source)
+        models = read_layers(source) if parsed.source is None else model_configuration(source)
         await serve(load_models(models, parsed.override, str(source)), parsed.port)
 
-    return exit_code_of(main, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
+    return run_main(main, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
 
 
-def models_of(source: Path, *, context_tokens: int | None = None) -> dict[str, Any]:
+def model_configuration(source: Path, *, context_tokens: int | None = None) -> dict[str, Any]:
     """Return a configuration with one entry of `llms`: the model of a run with its settings, or another model.
 
     The run's address is not taken over, as its key is not stored.
@@ -64,7 +64,7 @@ def models_of(source: Path, *, context_tokens: int | None = None) -> dict[str, A
         most = min(CONTEXT_TOKENS, shape.max_position_embeddings)
         if settings is None:
             settings = LocalPolicyConfig(path=base, max_context_tokens=most)
-            dtype, compute_dtype = dtypes_of(settings, platform_of(None))
+            dtype, compute_dtype = resolve_dtypes(settings, compute_platform(None))
             settings = settings.model_copy(update={"dtype": compute_dtype or dtype})  # nothing is trained
     except (ValueError, OSError) as error:
         raise ConfigError([f"{source}: {error}"]) from error

@@ -28,7 +28,7 @@ from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
 from jaxft.shipped.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
-from jaxft.shipped.local_policy import dtypes_of, lora_of, shape_of
+from jaxft.shipped.local_policy import lora_option, read_decoder_config, resolve_dtypes
 from jaxft.shipped.training_job import make_learner
 from jaxft.training.learner import Learner, loses_kernel
 from jaxft.training.memory import sampling_bytes, training_bytes
@@ -51,7 +51,7 @@ class Run(NamedTuple):
     @property
     def lora(self) -> LoraSpec | None:
         """Settings of the adapters; None without any."""
-        return lora_spec(lora_of(self.policy.lora))
+        return lora_spec(lora_option(self.policy.lora))
 
     @property
     def remat(self) -> Remat:
@@ -105,7 +105,7 @@ def planned_run(config: Config) -> Run:
     trainer = config.trainers.get(config.finetuning.trainer or "")
     max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
     snapshots = tuple(
-        llm.with_sampling_of(policy)
+        llm.with_sampling_settings(policy)
         for llm in config.llms.values()
         if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
     )
@@ -114,8 +114,8 @@ def planned_run(config: Config) -> Run:
     if named is not None and not isinstance(named, LocalPolicyConfig):
         raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
     try:
-        teacher = None if named is None else Run(named, adapter, shape_of(named))
-        return Run(policy, adapter, shape_of(policy), snapshots, max_staleness, teacher)
+        teacher = None if named is None else Run(named, adapter, read_decoder_config(named))
+        return Run(policy, adapter, read_decoder_config(policy), snapshots, max_staleness, teacher)
     except (ValueError, OSError) as error:
         raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 
@@ -159,7 +159,7 @@ class Programs:
         Raises:
             ValueError: the model does not divide over the mesh.
         """
-        dtype, compute_dtype = dtypes_of(run.policy, device.platform)
+        dtype, compute_dtype = resolve_dtypes(run.policy, device.platform)
         self.run, self.device = run, device
         self.dtype, self.compute_dtype = jnp.dtype(dtype), jnp.dtype(compute_dtype or dtype)
         self.sharding, self.model, self.params = _model(run, mesh, device.platform)
@@ -175,9 +175,9 @@ class Programs:
     @cached_property
     def runner(self) -> ModelRunner:
         """The runner of the sampler's programs."""
-        return self._runner_of(self.run.policy)
+        return self._abstract_runner(self.run.policy)
 
-    def _runner_of(self, policy: LocalPolicyConfig) -> ModelRunner:
+    def _abstract_runner(self, policy: LocalPolicyConfig) -> ModelRunner:
         return ModelRunner(
             self.model,
             seed=0,
@@ -202,7 +202,7 @@ class Programs:
         """
         transfer, policies = WeightTransfer(self.model), (self.run.policy, *self.run.snapshots)
         dtype, are_pinned = transfer.dtype(self.params), self.run.max_staleness > 0
-        caches = [self._runner_of(policy).cache_bytes(dtype) for policy in policies]
+        caches = [self._abstract_runner(policy).cache_bytes(dtype) for policy in policies]
         sampling = sampling_bytes(self.model, transfer, self.params, caches, are_pinned=are_pinned)
         return training_bytes(self.learner, self.params) | sampling
 
@@ -246,7 +246,7 @@ class Programs:
 
 def _model(run: Run, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding, Model, Params]:
     """Return sharding and model of a run's policy on a mesh, and the shapes of its parameters with their shardings."""
-    dtype, compute_dtype = dtypes_of(run.policy, platform)
+    dtype, compute_dtype = resolve_dtypes(run.policy, platform)
     sharding = sharding_for(run.model, mesh)
     model = decoder(run.model, run.remat, compute_dtype=compute_dtype, lora=run.lora, sharding=sharding)
     return sharding, model, sharding.place(_shapes(run, jnp.dtype(dtype)))

@@ -158,7 +158,7 @@ class RunLog:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, **row, "token_texts": texts})
         for failure in failures:
             self._directory.append_jsonl(SAMPLES_FILE, {"epoch": epoch, "failure": failure})
-        self._loggers.samples([_logged(epoch, trajectory) for trajectory in trajectories])
+        self._loggers.samples([_sample_row(epoch, trajectory) for trajectory in trajectories])
 
     def pairs(self, collection: TrajectoryCollection) -> None:
         """Write the pairs of a collection."""
@@ -166,7 +166,7 @@ class RunLog:
         rows = [self._without_secret_ids(pair) for pair in pairs]
         for row in rows:
             self._directory.append_jsonl(PAIRS_FILE, row)
-        self._loggers.samples([_logged(0, pair) for pair in pairs])
+        self._loggers.samples([_sample_row(0, pair) for pair in pairs])
         masked = sum(row["sequences"] is None for row in rows) - sum(pair.sequences is None for pair in pairs)
         if masked:
             self.console.message(f"{masked} pairs hold secrets and are kept masked: a resumed run trains them so")
@@ -218,7 +218,7 @@ class RunLog:
             self._is_open = False
 
 
-def _logged(epoch: int, trajectory: Trajectory) -> LoggedEpisode:
+def _sample_row(epoch: int, trajectory: Trajectory) -> LoggedEpisode:
     """Return a trajectory for a table of samples."""
     said: list[tuple[str, str]] = []
     for item in trajectory.episode:

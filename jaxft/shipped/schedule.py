@@ -109,7 +109,7 @@ class NextCollection(Schedule):
 
     async def close(self) -> None:
         """Cancel the episodes that were begun."""
-        await _cancelled([] if self._task is None else [self._task])
+        await _cancel_tasks([] if self._task is None else [self._task])
         self._task = self.before = None
 
 
@@ -198,7 +198,7 @@ class GroupStream(Schedule):
         for number in chosen:
             del self._begun[number]
         seconds, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
-        return _joined([self._ended.pop(number) for number in chosen], run_id, seconds)
+        return _join_collections([self._ended.pop(number) for number in chosen], run_id, seconds)
 
     async def prepare_validation(self) -> None:
         """Let the groups that are open go on with the newest weights."""
@@ -206,7 +206,7 @@ class GroupStream(Schedule):
 
     async def close(self) -> None:
         """Cancel the groups that were begun."""
-        await _cancelled(self._running.values())
+        await _cancel_tasks(self._running.values())
         self._running.clear()
 
 
@@ -214,14 +214,14 @@ async def _run(collect: Collect, number: int) -> TrajectoryCollection:
     return await collect(number)  # begun with its task: one that is cancelled at once leaves no coroutine behind
 
 
-async def _cancelled(tasks: Iterable["asyncio.Task[Any]"]) -> None:
+async def _cancel_tasks(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     cancelled = list(tasks)
     for task in cancelled:
         task.cancel()
     await asyncio.gather(*cancelled, return_exceptions=True)
 
 
-def _joined(collections: list[TrajectoryCollection], run_id: str, seconds: float) -> TrajectoryCollection:
+def _join_collections(collections: list[TrajectoryCollection], run_id: str, seconds: float) -> TrajectoryCollection:
     """Return one collection of all groups, which took so many seconds since the last one."""
     timings = join_metrics([dict(collection.timings) for collection in collections])
     timings |= {"seconds_rollout": seconds}

@@ -20,7 +20,7 @@ from jaxft.files import home_path
 from jaxft.harness.config import Config, config_from_mapping
 from jaxft.harness.config_merge import literal
 from jaxft.harness.opening import open_session
-from jaxft.harness.runtime import result_of
+from jaxft.harness.runtime import run_to_result
 from jaxft.harness.session import MODEL_FOLDER, resume_command
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.models.config import PRESETS
@@ -29,7 +29,7 @@ from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.redaction import map_texts
 from jaxft.runs.files import CONFIG_FILE, PLOT_FILE
 from jaxft.runs.records import RunRecords, read_run
-from jaxft.shipped.evaluators import functions_of
+from jaxft.shipped.evaluators import load_reward_functions
 from jaxft.shipped.single_turn import InMemoryDatasetConfig, context_tokens, option_hint, read_examples
 
 DEFAULTS = Path(__file__).with_suffix(".yml")
@@ -89,8 +89,8 @@ def train(
     check_keywords(counts | {"max_completion_length": max_completion_length}, columns)
     if resume and output_dir is None:
         raise ConfigError(["resume: needs output_dir, the folder of the run to continue, as in 'runs/train-1'"])
-    examples, policy = read_examples(prompts, columns), model_of(model)
-    functions = functions_of(reward, examples)
+    examples, policy = read_examples(prompts, columns), policy_fields(model)
+    functions = load_reward_functions(reward, examples)
     if learning_rate is None:
         learning_rate = 3e-3 if "preset" in policy else 1e-5
     fields = {
@@ -112,7 +112,7 @@ def train(
         config = configured(mapping, fields)
         if CONTEXT not in fields:
             config = configured(mapping, {CONTEXT: context_tokens(config, examples, max_completion_length), **fields})
-        return result_of(lambda: run(config, resume=resume))
+        return run_to_result(lambda: run(config, resume=resume))
     except BaseException:
         if output_dir is None and not (folder / CONFIG_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)  # nothing has begun in it
@@ -141,7 +141,7 @@ async def run(config: Config, *, resume: bool) -> "TrainResult":
     return TrainResult(folder)
 
 
-def model_of(model: str | Path) -> dict[str, str]:
+def policy_fields(model: str | Path) -> dict[str, str]:
     """Return `preset` or `path` of the policy.
 
     Raises:

@@ -66,7 +66,10 @@ class LoggedTrainer(Trainer):
         if isinstance(adapter, LocalTrainerAdapter):
             llm, policy = adapter.adapter_config.llm, adapter.policy
             self._health.dtype = str(policy.weights.transfer.dtype(policy.trained_params()))
-            self.log.decode[llm], self.log.token_text[llm] = policy.tokenizer.decode, policy.template.tokens.text_of
+            self.log.decode[llm], self.log.token_text[llm] = (
+                policy.tokenizer.decode,
+                policy.template.tokens.decoded_text,
+            )
         self.log.start(num_epochs, self.epoch, self.loggers)
 
     async def validate(self, num_epochs: int) -> float | None:

@@ -32,7 +32,7 @@ from jaxft.training.rows import (
     gather_examples,
     gather_pairs,
     gather_rows,
-    name_of,
+    trajectory_name,
     with_recorded_sequences,
 )
 
@@ -61,15 +61,15 @@ def with_usable_rewards(
         raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
 
     def checked(trajectory: Trajectory) -> Trajectory:
-        rewards = _named(trajectory, names)
+        rewards = _rewards_of_names(trajectory, names)
         is_none_given = all(map(math.isnan, rewards))
         lacking = [name for name, reward in zip(names, rewards, strict=True) if is_none_given or math.isinf(reward)]
         if not lacking or not trajectory.scorable or _has_own_reward(trajectory, loss):
             return trajectory
         if unusable == "error":
             raise TrajectoryError(
-                f"{name_of(trajectory)}: reward_weights names {', '.join(lacking)}, for which its evaluator gave no "
-                "finite number: mend the evaluator, or set finetuning.reward_function.unusable to unscorable or zero"
+                f"{trajectory_name(trajectory)}: reward_weights names {', '.join(lacking)}, for which its evaluator "
+                "gave no finite number: mend the evaluator, or set finetuning.reward_function.unusable to unscorable or zero"
             )
         if unusable == "zero":
             zeros = dict.fromkeys(lacking, 0.0)
@@ -121,7 +121,7 @@ def collect_rewards(
     rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
     named, metrics = None, {}
     if loss.reward_weights is not None:
-        table = np.array([_named(trajectory, loss.reward_weights) for trajectory in trajectories])
+        table = np.array([_rewards_of_names(trajectory, loss.reward_weights) for trajectory in trajectories])
         weights = list(loss.reward_weights.values())
         if loss.multi_objective_aggregation == "normalize_then_sum":
             named = table
@@ -198,7 +198,7 @@ def _has_own_reward(trajectory: Trajectory, loss: LossConfig) -> bool:
     )
 
 
-def _named(trajectory: Trajectory, names: Iterable[str]) -> list[float]:
+def _rewards_of_names(trajectory: Trajectory, names: Iterable[str]) -> list[float]:
     """Return the rewards of these names; NaN for those that do not judge the trajectory, or if it is not scorable."""
     given = (trajectory.named_rewards or {}) if trajectory.scorable else {}
     return [math.nan if (reward := given.get(name)) is None else reward for name in names]
@@ -219,8 +219,8 @@ def _step_table(groups: Sequence[Sequence[Trajectory]], outcomes: np.ndarray) ->
             sequences = trajectory.sequences or ()
             if any(len(sequence.turns) != len(sequence.tokens) for sequence in sequences):
                 raise TrajectoryError(
-                    f"{name_of(trajectory)}: with shaped_rewards in a group every sequence has to say which turn each "
-                    "token belongs to (turns)"
+                    f"{trajectory_name(trajectory)}: with shaped_rewards in a group every sequence has to say which "
+                    "turn each token belongs to (turns)"
                 )
             last = max((max(sequence.turns, default=-1) for sequence in sequences), default=-1)
             outcome = [*[0.0] * last, float(outcomes[len(steps)])] if last >= 0 else []
@@ -264,7 +264,7 @@ def compute_advantages(
         if credit.step_rewards is not None:  # one of the two is 0, as its rewards are NaN
             computed["advantages"] += _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
     if loss.distillation is not None:
-        computed["advantages"], of_teacher = _distilled(job, computed["advantages"], mask, loss.distillation)
+        computed["advantages"], of_teacher = _add_distillation(job, computed["advantages"], mask, loss.distillation)
         metrics |= of_teacher
     if loss.averaged_over == "trajectories":
         computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
@@ -278,7 +278,7 @@ def compute_advantages(
     return job._replace(batch=job.batch._replace(**tables)), metrics
 
 
-def _distilled(
+def _add_distillation(
     job: TrainingBatch, advantages: np.ndarray, mask: np.ndarray, distillation: DistillationConfig
 ) -> tuple[np.ndarray, dict[str, float]]:
     """Weigh the advantages of all tokens, and add what the teacher thinks of them; return metrics of that.

@@ -104,7 +104,7 @@ class TrainingBatch(NamedTuple):
         """Return the microbatches: consecutive rows of the tables, each cut to the width of its longest row."""
         ends = list(itertools.accumulate(rows for rows, _ in self.microbatch_shapes))
         return [
-            _cut(self.batch, slice(end - rows, end), width)
+            _cut_batch(self.batch, slice(end - rows, end), width)
             for end, (rows, width) in zip(ends, self.microbatch_shapes, strict=True)
         ]
 
@@ -121,7 +121,7 @@ class TrainingBatch(NamedTuple):
         }
 
 
-def _cut(batch: Batch, rows: slice, width: int) -> Batch:
+def _cut_batch(batch: Batch, rows: slice, width: int) -> Batch:
     return jax.tree.map(lambda table: table[rows, :width], batch)
 
 

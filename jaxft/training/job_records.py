@@ -166,12 +166,12 @@ class KeptTokens:
             {
                 "example_id": trajectory.example_id,
                 "generation": trajectory.generation,
-                "advantages": [self._listed(sequence, "advantages") for sequence in trajectory.sequences or ()],
-                "entropies": [self._listed(sequence, "entropies") for sequence in trajectory.sequences or ()],
+                "advantages": [self._list_values(sequence, "advantages") for sequence in trajectory.sequences or ()],
+                "entropies": [self._list_values(sequence, "entropies") for sequence in trajectory.sequences or ()],
             }
             for trajectory in self._trajectories
         ]
 
-    def _listed(self, sequence: Any, name: str) -> list[float] | None:
+    def _list_values(self, sequence: Any, name: str) -> list[float] | None:
         scores = self._scores.get(self._index_of.get(id(sequence), -1))
         return None if scores is None else np.round(np.asarray(scores._asdict()[name], np.float64), DECIMALS).tolist()

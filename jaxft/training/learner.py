@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxft.core.logprobs import init_value_head
 from jaxft.core.packing import unpack
 from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
-from jaxft.core.sharding import commit_like, devices_of
+from jaxft.core.sharding import commit_like, compute_devices
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.attention import Scores
@@ -39,7 +39,7 @@ from jaxft.training.batch import (
 )
 from jaxft.training.config import LossConfig, OptimizerConfig
 from jaxft.training.job_records import BadUpdate, TokenScores
-from jaxft.training.update import AVERAGED_OVER, merge_metrics, rate_at, scored, update_of, with_sample_size
+from jaxft.training.update import AVERAGED_OVER, cached_update, merge_metrics, rate_at, scored, with_sample_size
 
 
 def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
@@ -52,7 +52,7 @@ def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
     """Return whether to pack rows: `wanted`, or for None True unless that costs a kernel; False if the model cannot."""
     if wanted is None and isinstance(model.config, DecoderConfig):
         dtype = hidden_state(model, params).dtype
-        wanted = not loses_kernel(model.config, dtype, devices_of(model.sharding))
+        wanted = not loses_kernel(model.config, dtype, compute_devices(model.sharding))
     return wanted is not False and can_pack(model, params)
 
 
@@ -141,7 +141,7 @@ class Learner:
         in_loss = teacher is not None and loss.distillation is not None and not loss.distillation.is_sampled
         self._teacher_of_loss = teacher if in_loss else None
         taught_by = None if self._teacher_of_loss is None else self._teacher_of_loss.model
-        self._update_of = partial(update_of, loss=unweighted, optimizer=optimizer, limits=limits, teacher=taught_by)
+        self._update_of = partial(cached_update, loss=unweighted, optimizer=optimizer, limits=limits, teacher=taught_by)
         self._use(model)
         self._rate_at = partial(rate_at, optimizer)
         self._microbatch_tokens = microbatch_tokens

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft.core.partition import TEACHER, trainable
-from jaxft.core.sharding import Sharding, device_bytes, devices_of, platform_of, spans_processes
+from jaxft.core.sharding import Sharding, compute_devices, compute_platform, device_bytes, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError
 from jaxft.models.decoder import AUTO_REMATS
@@ -122,7 +122,7 @@ def choose_remat(learner: Learner, policy: Policy, params: Params, *, are_pinned
     stays.
     """
     limit = device_mebibytes(policy.model.sharding)
-    if platform_of(policy.model.sharding) == "cpu" or limit is None:
+    if compute_platform(policy.model.sharding) == "cpu" or limit is None:
         return "dots"
     beside: dict[str, float] = {}
     if not policy.has_own_sampler:
@@ -202,7 +202,7 @@ def peak_bytes(sharding: Sharding | None) -> dict[str, int]:
 
 def _own_devices(sharding: Sharding | None) -> list[jax.Device]:
     """Return the devices that compute and are of this process; others do not say what they have."""
-    return [device for device in devices_of(sharding) if device.process_index == jax.process_index()]
+    return [device for device in compute_devices(sharding) if device.process_index == jax.process_index()]
 
 
 def memory_advice(memory: Mapping[str, float], policy: Policy, llm: str, microbatch_tokens: int) -> str | None:

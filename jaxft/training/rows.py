@@ -14,7 +14,7 @@ import numpy as np
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
-from jaxft.rollout.calls import call_of
+from jaxft.rollout.calls import recorded_call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence, token_sequences
 from jaxft.training.batch import RECORDED, CollectedRewards, Row
@@ -164,7 +164,7 @@ def with_recorded_sequences(trajectory: Trajectory) -> Trajectory:
     if trajectory.sequences is not None:
         return trajectory
     items = [item for item in trajectory.episode if isinstance(item, EpisodeItem)]
-    calls = [call for item in items if (call := call_of(item.logprobs)) is not None]
+    calls = [call for item in items if (call := recorded_call(item.logprobs)) is not None]
     return trajectory.model_copy(update={"sequences": token_sequences(calls)}) if calls else trajectory
 
 
@@ -191,12 +191,14 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
     for trajectory in trajectories:
         items = [item for item in trajectory.episode if isinstance(item, DPOItem)]
         if not items:
-            raise TrajectoryError(f"{name_of(trajectory)} is no preference: wanted an episode of DPOItem")
+            raise TrajectoryError(f"{trajectory_name(trajectory)} is no preference: wanted an episode of DPOItem")
         sequences = trajectory.sequences
         if sequences is None:
             sequences = [row for item in items for row in _tokenise_pair(item, template)]
         if len(sequences) != 2 * len(items):
-            raise TrajectoryError(f"{name_of(trajectory)} has {len(sequences)} sequences for {len(items)} pairs")
+            raise TrajectoryError(
+                f"{trajectory_name(trajectory)} has {len(sequences)} sequences for {len(items)} pairs"
+            )
         for chosen, rejected in zip(sequences[0::2], sequences[1::2], strict=True):
             check_pair(trajectory, chosen, rejected)
             if not (_is_own(chosen, llm) and _is_own(rejected, llm)):
@@ -263,7 +265,7 @@ def gather_examples(
 # --- Checks; each raises a `TrajectoryError` that names the episode.
 
 
-def name_of(trajectory: Trajectory) -> str:
+def trajectory_name(trajectory: Trajectory) -> str:
     """Return how messages name a trajectory."""
     return f"example '{trajectory.example_id}', generation {trajectory.generation}"
 
@@ -279,7 +281,9 @@ def check_rewards(trajectories: Iterable[Trajectory]) -> None:
         named = {f"named_rewards['{name}']": reward or 0.0 for name, reward in given if math.isfinite(reward or 0.0)}
         for which, reward in {"reward": trajectory.reward, **steps, **named}.items():
             if abs(reward) > LARGEST_FLOAT32:
-                raise TrajectoryError(f"{name_of(trajectory)} has the {which} {reward:g}; wanted one that fits float32")
+                raise TrajectoryError(
+                    f"{trajectory_name(trajectory)} has the {which} {reward:g}; wanted one that fits float32"
+                )
 
 
 def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
@@ -293,10 +297,10 @@ def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> None:
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
     lengths = {field: len(values) for field, values in per_token.items() if values or field != "turns"}
     if len(set(lengths.values())) > 1:
-        raise TrajectoryError(f"{name_of(trajectory)}: the lists of a sequence differ in length: {lengths}")
+        raise TrajectoryError(f"{trajectory_name(trajectory)}: the lists of a sequence differ in length: {lengths}")
     if sequence.completion_mask[:1] == [True]:
         raise TrajectoryError(
-            f"{name_of(trajectory)}: the first token of a sequence has no context and cannot be trained"
+            f"{trajectory_name(trajectory)}: the first token of a sequence has no context and cannot be trained"
         )
 
 
@@ -306,19 +310,21 @@ def check_sampled(trajectory: Trajectory, sequence: TokenSequence) -> None:
     trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
     if 0 in trained:
         raise TrajectoryError(
-            f"{name_of(trajectory)} was sampled greedily; there is nothing to learn from it: sample at a temperature "
-            "above 0"
+            f"{trajectory_name(trajectory)} was sampled greedily; there is nothing to learn from it: sample at a "
+            "temperature above 0"
         )
     logprobs = zip(sequence.completion_mask, sequence.sampler_logprobs, sequence.behavior_logprobs, strict=True)
     if not all(math.isfinite(logprob) for chosen, *pair in logprobs if chosen for logprob in pair):
-        raise TrajectoryError(f"{name_of(trajectory)}: a recorded log-probability of a trained token is not finite")
+        raise TrajectoryError(
+            f"{trajectory_name(trajectory)}: a recorded log-probability of a trained token is not finite"
+        )
     if trajectory.shaped_rewards is not None:
         steps = len(trajectory.shaped_rewards)
         turns = {t for chosen, t in zip(sequence.completion_mask, sequence.turns or [-1], strict=False) if chosen}
         if not turns <= set(range(steps)):
             raise TrajectoryError(
-                f"{name_of(trajectory)} has {steps} shaped_rewards, and tokens of turns {sorted(turns)}; wanted one "
-                "for every turn"
+                f"{trajectory_name(trajectory)} has {steps} shaped_rewards, and tokens of turns {sorted(turns)}; "
+                "wanted one for every turn"
             )
 
 
@@ -328,10 +334,10 @@ def check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSeq
     for sequence in (chosen, rejected):
         check_lists(trajectory, sequence)
         if not any(sequence.completion_mask):
-            raise TrajectoryError(f"{name_of(trajectory)}: an answer of the pair has no token to train")
+            raise TrajectoryError(f"{trajectory_name(trajectory)}: an answer of the pair has no token to train")
         prompts.append(sequence.tokens[: sequence.completion_mask.index(True)])
     if prompts[0] != prompts[1]:
-        raise TrajectoryError(f"{name_of(trajectory)}: the answers of the pair are to different prompts")
+        raise TrajectoryError(f"{trajectory_name(trajectory)}: the answers of the pair are to different prompts")
 
 
 def why_no_calls(metrics: Mapping[str, float]) -> str | None:
@@ -385,7 +391,7 @@ def _tokenise_episode(trajectory: Trajectory, template: ChatTemplate) -> TokenSe
     try:
         return _tokenise(said, template, only_last=False)
     except ValueError as error:
-        raise TrajectoryError(f"{name_of(trajectory)} cannot be imitated: {error}") from error
+        raise TrajectoryError(f"{trajectory_name(trajectory)} cannot be imitated: {error}") from error
 
 
 def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_last: bool) -> TokenSequence:
@@ -404,7 +410,7 @@ def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_l
     )
 
 
-def digests_of(data: JobRows, rewards: CollectedRewards | None) -> dict[str, list[str]]:
+def job_digests(data: JobRows, rewards: CollectedRewards | None) -> dict[str, list[str]]:
     """Return a digest of each row of a job and of each trajectory's rewards, to compare them between processes."""
     rows = [
         _digest(

@@ -125,7 +125,7 @@ def rate_at(config: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]:
 
 
 @cache
-def update_of(
+def cached_update(
     model: Model,
     loss: LossConfig,
     optimizer: OptimizerConfig,

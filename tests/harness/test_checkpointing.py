@@ -16,7 +16,7 @@ import pytest
 from jaxft.cli import main
 from jaxft.errors import ConfigError
 from jaxft.files import OWN_KEYS, read_manifest, write_manifest
-from jaxft.harness.checkpointing import changes_of
+from jaxft.harness.checkpointing import find_changes
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
 from jaxft.harness.opening import open_session
@@ -582,7 +582,7 @@ def test_every_point_to_kill_a_run_at_is_a_function():
 
 
 def test_changes_in_words():
-    assert changes_of({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2], "d": None}}) == {"b.c": ([1], [2])}
+    assert find_changes({"a": 1, "b": {"c": [1]}}, {"a": 1, "b": {"c": [2], "d": None}}) == {"b.c": ([1], [2])}
     assert command_to_resume(["run.py", "--resume", "--set", "judge.api_key=sk-1"]) == (
         "python run.py --set 'judge.api_key=***' --resume"
     )

@@ -11,7 +11,7 @@ import pytest
 from jaxft.errors import ConfigError
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation, failure_report
-from jaxft.harness.evaluators import BaseEvaluator, BoundEvaluator, EvaluatorInfo, WeightedSum, evaluator_of
+from jaxft.harness.evaluators import BaseEvaluator, BoundEvaluator, EvaluatorInfo, WeightedSum, as_evaluator
 from jaxft.harness.registry import GroupEvaluatorConfig
 from jaxft.rollout.current import episode
 from jaxft.rollout.recorder import TRAINING
@@ -165,7 +165,7 @@ class Picky(BaseEvaluator):
         (lambda items: [0.0, 1.0, "3", 3.0], "TypeError: it gave '3' (str) for example 'e0': wanted is a number"),
         (lambda items: [0.0, 1.0, ValueError("not two"), 3.0], "ValueError: not two"),
         (lambda items: [0.0, 1.0, EvalOutputItem(id="e0", score=2.0, reasoning=None, error="not two"), 3.0], "not two"),
-        (evaluator_of(Picky(), is_group=True), "ValueError: not two"),
+        (as_evaluator(Picky(), is_group=True), "ValueError: not two"),
     ],
 )
 def test_an_error_in_a_group_is_of_one_episode_alone(win, message):
@@ -545,7 +545,7 @@ def test_an_evaluator_in_the_toolkits_form_scores_with_its_reasoning():
 
 
 def test_a_group_evaluator_in_the_toolkits_form_gets_all_episodes_of_an_example():
-    share = BoundEvaluator(evaluator_of(SHARE_OF_THE_SUM, is_group=True), is_group=True)
+    share = BoundEvaluator(as_evaluator(SHARE_OF_THE_SUM, is_group=True), is_group=True)
     outcomes = run(evaluation_of(share=share), ITEMS[:2])
     assert [outcome.reward for outcome in outcomes] == [0.0, 1 / 6, 2 / 6, 3 / 6] * 2
     assert outcomes[0].reasonings == {"share": {"of": 6}}

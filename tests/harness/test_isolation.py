@@ -22,7 +22,7 @@ import pytest
 import jaxft
 from jaxft.harness import isolation
 from jaxft.harness.isolation import WorkerPool
-from jaxft.harness.worker_processes import command_of, started_by
+from jaxft.harness.worker_processes import process_command, started_by
 from jaxft.redaction import hiding
 from jaxft.rollout.current import recording
 from jaxft.rollout.recorder import TRAINING, Episode
@@ -228,7 +228,7 @@ async def error_of_late(pool, name):
 async def left_by_killed_forkserver(pool):
     """Kill the forkserver while an evaluator works; return the processes that are left of its workers."""
     hanging = asyncio.create_task(pool.function("size", None, "")(item("bb?", "bb?", judge_fault="hangs_with_child")))
-    while not any("sleep" in command_of(pid) for pid in started_by(os.getpid())):
+    while not any("sleep" in process_command(pid) for pid in started_by(os.getpid())):
         await asyncio.sleep(0.02)
     workers = started_by(os.getpid())
     await asyncio.sleep(0.2)
@@ -236,7 +236,7 @@ async def left_by_killed_forkserver(pool):
     with pytest.raises(jaxft.errors.WorkerError):
         await hanging
     deadline = time.monotonic() + 20
-    while (left := [pid for pid in workers if command_of(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in workers if process_command(pid)]) and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
     return left
 

@@ -57,13 +57,13 @@ def test_the_compile_cache_is_the_users_unless_the_user_sets_another(environ, tm
 
 
 COMPILING_PROGRAM = """
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 
 async def main():
     import jax
     jax.jit(lambda x: x * 2 + 1)(3.0)
 
-exit_code_of(main)
+run_main(main)
 """
 
 

@@ -17,7 +17,7 @@ from jaxft.harness.commands import finetune
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config
 from jaxft.harness.opening import open_session
-from jaxft.harness.runtime import exit_code_of, run_script
+from jaxft.harness.runtime import run_main, run_script
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.verbs import run_arguments
 from jaxft.runs.console import Console
@@ -195,7 +195,7 @@ def test_exit_codes(error, code, capsys):
     async def main():
         raise error
 
-    assert exit_code_of(main) == code
+    assert run_main(main) == code
     assert capsys.readouterr().err.startswith("jaxft: ")
 
 
@@ -204,7 +204,7 @@ def test_an_unforeseen_error_keeps_its_traceback():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        exit_code_of(main)
+        run_main(main)
 
 
 @pytest.mark.parametrize("arguments", [["--set", "a"], ["--set", "=1"], ["--nonsense"], ["-o", "a"]])
@@ -227,7 +227,7 @@ def test_handlers_of_a_program_take_the_records_that_they_took_before():
             logger.warning(f"warning of {logger.name}")
 
     try:
-        assert root.level == logging.WARNING and exit_code_of(main) == 0
+        assert root.level == logging.WARNING and run_main(main) == 0
     finally:
         root.removeHandler(handler)
         own.setLevel(logging.NOTSET)

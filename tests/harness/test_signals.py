@@ -12,7 +12,7 @@ import pytest
 
 PROGRAMS = """
 import asyncio, ctypes, os, signal, sys, threading, time
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that runs in the background has it ignored
 
@@ -99,7 +99,7 @@ for program in sys.argv[2:]:
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{sys.argv[1]}/{program}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         try:
-            code = exit_code_of(globals()[program])
+            code = run_main(globals()[program])
         finally:
             if survivor is not None:
                 os.kill(survivor, signal.SIGKILL)

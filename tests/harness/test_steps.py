@@ -12,7 +12,7 @@ from jaxft.harness.steps import (
     StreamEventData,
     parse_to_openai_messages,
 )
-from jaxft.rollout.calls import Call, Completion, Prompt, Reply, call_of
+from jaxft.rollout.calls import Call, Completion, Prompt, Reply, recorded_call
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import Episode
 
@@ -94,7 +94,7 @@ def test_messages_are_said_once_and_record_their_calls(episode):
     assert messages[1]["tool_calls"][0]["function"] == {"name": "look_up", "arguments": '{"city": "Oslo"}'}
     assert messages[2]["tool_call_id"] == "abcdefghi"
     assert [entry["token"] for entry in messages[3]["logprobs"]["content"]] == ["In", " Norway."]
-    recorded = [call_of(message["logprobs"]) for message in messages if message["role"] == "assistant"]
+    recorded = [recorded_call(message["logprobs"]) for message in messages if message["role"] == "assistant"]
     assert [(each.index, each.prompt_ids, each.token_ids, each.functions) for each in recorded] == [
         (0, (0,), (7, 8), ()),
         (1, (1,), (7, 8), ()),

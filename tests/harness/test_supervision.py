@@ -188,6 +188,6 @@ def test_code_of_an_installed_agent_is_told_from_a_library(monkeypatch):
     frame = sys._getframe()
     monkeypatch.setattr(supervision, "_LIBRARIES", (str(Path(__file__).parent),))
     monkeypatch.setattr(REGISTRY, "packages", set)
-    assert supervision.place_of([(frame, 7)]) is None
+    assert supervision.innermost_user_frame([(frame, 7)]) is None
     monkeypatch.setattr(REGISTRY, "packages", lambda: {__name__.partition(".")[0]})
-    assert supervision.place_of([(frame, 7)]).startswith(f"{__file__}:7 in ")
+    assert supervision.innermost_user_frame([(frame, 7)]).startswith(f"{__file__}:7 in ")

@@ -10,7 +10,7 @@ from jaxft.errors import HostsError
 from jaxft.hosts.group import ProcessGroup
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.batch import CollectedRewards, Row
-from jaxft.training.rows import NOTHING_SAMPLED, JobRows, digests_of
+from jaxft.training.rows import NOTHING_SAMPLED, JobRows, job_digests
 
 
 def each(stores, work):
@@ -134,10 +134,10 @@ def gathered(*sequences):
 
 def test_digests_tell_which_row_or_reward_differs():
     rewards = CollectedRewards(np.array([0.0, 1.0]), np.array([0, 0]), None, None, {})
-    mine = digests_of(gathered(sequence(1, 2), sequence(3)), rewards)
-    assert mine == digests_of(gathered(sequence(1, 2), sequence(3)), rewards)
+    mine = job_digests(gathered(sequence(1, 2), sequence(3)), rewards)
+    assert mine == job_digests(gathered(sequence(1, 2), sequence(3)), rewards)
     by_a_bit = sequence(3, logprob=float(np.nextafter(np.float32(-1.0), 0)))
-    theirs = digests_of(gathered(sequence(1, 2), by_a_bit), rewards._replace(rewards=np.array([0.0, 1.5])))
+    theirs = job_digests(gathered(sequence(1, 2), by_a_bit), rewards._replace(rewards=np.array([0.0, 1.5])))
     assert [mine[name][0] == theirs[name][0] for name in mine] == [True, True]
     assert [mine[name][1] == theirs[name][1] for name in mine] == [False, False]
-    assert digests_of(gathered(sequence(1)), None).keys() == {"row"}
+    assert job_digests(gathered(sequence(1)), None).keys() == {"row"}

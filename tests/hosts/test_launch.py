@@ -11,26 +11,26 @@ import pytest
 
 from jaxft.errors import HostsError
 from jaxft.hosts import launch as launching
-from jaxft.hosts.launch import environments_of, launch
+from jaxft.hosts.launch import launch, process_environments
 
 
 def test_each_process_is_told_its_place():
-    first, second = environments_of(2, {"HOME": "/h"})
+    first, second = process_environments(2, {"HOME": "/h"})
     assert first["JAXFT_COORDINATOR"] == second["JAXFT_COORDINATOR"]
-    assert first["JAXFT_AUTHKEY"] == second["JAXFT_AUTHKEY"] != environments_of(2, {})[0]["JAXFT_AUTHKEY"]
+    assert first["JAXFT_AUTHKEY"] == second["JAXFT_AUTHKEY"] != process_environments(2, {})[0]["JAXFT_AUTHKEY"]
     assert [each["JAXFT_PROCESS_ID"] for each in (first, second)] == ["0", "1"]
     assert first["JAXFT_NUM_PROCESSES"] == "2" and first["HOME"] == "/h"
 
 
 def test_devices_are_divided():
     environment = {"XLA_FLAGS": "--a=1 --xla_force_host_platform_device_count=4 --b", "CUDA_VISIBLE_DEVICES": "0,3,5,6"}
-    first, second = environments_of(2, environment)
+    first, second = process_environments(2, environment)
     assert first["XLA_FLAGS"] == second["XLA_FLAGS"] == "--a=1 --xla_force_host_platform_device_count=2 --b"
     assert (first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]) == ("0,3", "5,6")
 
 
 def test_what_goes_on_is_said_with_the_launcher():
-    assert environments_of(3, {})[2]["JAXFT_LAUNCHER"] == "jaxft launch -n 3 "
+    assert process_environments(3, {})[2]["JAXFT_LAUNCHER"] == "jaxft launch -n 3 "
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_goes_on_is_said_with_the_launcher():
 )
 def test_devices_that_do_not_divide_are_refused(environment, said):
     with pytest.raises(HostsError, match=said):
-        environments_of(3, environment)
+        process_environments(3, environment)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ import jaxft.models.attention as attention_module
 import jaxft.models.block as block_module
 import jaxft.models.decoder as decoder_module
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.sharding import AXES, devices_of
-from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, chunk_of, visible_keys
+from jaxft.core.sharding import AXES, compute_devices
+from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import PRESETS, LayerKind
 from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import sharding_for
@@ -79,9 +79,11 @@ def test_a_kernel_is_chosen_where_its_conditions_hold(dtype, head_dim, scores, d
 def test_the_devices_of_the_mesh_decide():
     one = jax.devices()[:1]
     mesh = Mesh(np.array([H100, A100]).reshape(2, 1, 1), AXES)
-    assert devices_of(sharding_for(SMALL, mesh)) == [H100, A100]
-    assert devices_of(None) == one
-    assert devices_of(sharding_for(SMALL, AbstractMesh((8, 1, 1), AXES))) == one  # a plan, whose devices are elsewhere
+    assert compute_devices(sharding_for(SMALL, mesh)) == [H100, A100]
+    assert compute_devices(None) == one
+    assert (
+        compute_devices(sharding_for(SMALL, AbstractMesh((8, 1, 1), AXES))) == one
+    )  # a plan, whose devices are elsewhere
 
 
 def test_a_choice_is_logged_once(caplog):
@@ -348,7 +350,7 @@ def test_long_rows_are_computed_in_chunks(window, monkeypatch):
 
     expected = hidden()
     monkeypatch.setattr(attention_module, "MOST_SCORES", 2 * 4 * 150 * 64)
-    assert chunk_of((2, 150, 4), 150, devices=1) == 50
+    assert query_chunk((2, 150, 4), 150, devices=1) == 50
     for found, exact in zip(hidden(), expected, strict=True):
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 

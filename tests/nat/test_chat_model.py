@@ -12,7 +12,7 @@ from langchain_core.tools import tool
 import jaxft
 from jaxft.nat.chat_model import PolicyChatModel
 from jaxft.nat.live import ToolkitEpisodes, published
-from jaxft.rollout.calls import call_of
+from jaxft.rollout.calls import recorded_call
 from jaxft.rollout.current import recording
 from jaxft.rollout.recorder import Episode
 
@@ -53,7 +53,7 @@ def test_an_answer_carries_its_log_probabilities_with_the_record_of_its_call(mod
 
     answer = asyncio.run(ask())
     (call,) = episode.calls
-    recorded = call_of(answer.response_metadata["logprobs"])
+    recorded = recorded_call(answer.response_metadata["logprobs"])
     assert (recorded.prompt_ids, recorded.token_ids) == (call.prompt_ids, call.token_ids)
     assert recorded.sampler_logprobs == call.sampler_logprobs
     assert answer.usage_metadata["output_tokens"] == len(call.token_ids) <= 8

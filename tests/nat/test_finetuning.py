@@ -10,7 +10,7 @@ from nat.finetuning.utils.parsers.base_parser import parse_to_openai_messages
 from nat.plugins.langchain.callback_handler import LangchainProfilerHandler
 from nat.runtime.loader import load_workflow
 
-from jaxft.rollout.calls import call_of
+from jaxft.rollout.calls import recorded_call
 
 pytestmark = pytest.mark.nat
 
@@ -321,7 +321,7 @@ def test_the_methods_of_the_trainer_work_one_by_one(folder, make_trainer):
     assert name == "reward" and len(verdicts.eval_output_items) == 4
     (item, *_) = evaluated.eval_input.eval_input_items
     messages = parse_to_openai_messages(item.trajectory)
-    assert messages[-1]["role"] == "assistant" and call_of(messages[-1]["logprobs"]).token_ids
+    assert messages[-1]["role"] == "assistant" and recorded_call(messages[-1]["logprobs"]).token_ids
     assert [len(group) for group in chosen.trajectories] == [4] * 4 and state["current_percentile"] == 0.3
 
 

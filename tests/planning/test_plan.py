@@ -13,7 +13,7 @@ from jaxft.models.config import model_preset
 from jaxft.models.flash import Choice
 from jaxft.planning import compiler
 from jaxft.planning import plan as plan_module
-from jaxft.planning.compiler import Compiled, cudnn_limits_of
+from jaxft.planning.compiler import Compiled, apply_cudnn_limits
 from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
 from jaxft.planning.targets import find_target, target_names
 from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
@@ -427,8 +427,8 @@ def test_limits_of_cudnn_are_those_of_the_target():
         return [fused_attention_stablehlo.check_compute_capability(wanted) for wanted in ("8.0", "9.0")]
 
     assert reaches() == [False, False]  # a CPU
-    with cudnn_limits_of(find_target("h200x1")):
+    with apply_cudnn_limits(find_target("h200x1")):
         assert reaches() == [True, True]
-    with cudnn_limits_of(find_target("a100x8")):
+    with apply_cudnn_limits(find_target("a100x8")):
         assert reaches() == [True, False]
     assert reaches() == [False, False]

@@ -12,7 +12,7 @@ import pytest
 from jaxft.errors import ComponentError
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import recording
-from jaxft.rollout.frameworks import client_of
+from jaxft.rollout.frameworks import framework_client
 from jaxft.rollout.recorder import Episode
 from jaxft.rollout.remote import RemoteClient
 from jaxft.rollout.sequences import token_sequences
@@ -34,11 +34,11 @@ def make_episode():
 def test_unknown_frameworks_and_models_are_refused_with_the_known_ones(policy):
     llm = ChatClient(policy, "player")
     with pytest.raises(ComponentError, match="langchain"):
-        client_of(llm, "langchian")
+        framework_client(llm, "langchian")
     with pytest.raises(ComponentError, match="llama_index, openai"):
-        client_of(llm, "x")
+        framework_client(llm, "x")
     with pytest.raises(ComponentError, match="dict"):
-        client_of({}, "openai")
+        framework_client({}, "openai")
 
 
 def test_a_missing_package_is_told_with_its_extra(policy, monkeypatch):
@@ -47,20 +47,20 @@ def test_a_missing_package_is_told_with_its_extra(policy, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             with pytest.raises(ComponentError, match=rf'pip install "jaxft\[{extra}\]"') as caught:
-                client_of(ChatClient(policy, "player"), wrapper_type)
+                framework_client(ChatClient(policy, "player"), wrapper_type)
         assert "\n" not in str(caught.value)
 
 
 def test_a_toolkits_enumeration_names_a_framework(policy):
     kind = enum.Enum("LLMFrameworkEnum", {"OPENAI": "openai"})
-    client = client_of(ChatClient(policy, "player"), kind.OPENAI)
+    client = framework_client(ChatClient(policy, "player"), kind.OPENAI)
     assert isinstance(client, openai.AsyncOpenAI) and (client.max_retries, client.timeout) == (0, None)
 
 
 def test_a_remote_model_keeps_its_settings():
     llm = RemoteClient("m", base_url="http://remote.invalid/v1", api_key="key", max_retries=4, timeout_seconds=9.0)
     for wrapper_type in ("openai", "openai_sync"):
-        client = client_of(llm, wrapper_type)
+        client = framework_client(llm, wrapper_type)
         assert (str(client.base_url), client.api_key) == ("http://remote.invalid/v1/", "key")
         assert (client.max_retries, client.timeout) == (4, 9.0)
 
@@ -180,7 +180,7 @@ def run_agent(policy, wrapper_type, agent):
 
     async def main():
         with recording(episode):
-            return await agent(client_of(ChatClient(policy, "player"), wrapper_type))
+            return await agent(framework_client(ChatClient(policy, "player"), wrapper_type))
 
     assert asyncio.run(main()) == "3!"
     return episode
@@ -202,7 +202,7 @@ def test_an_agent_of_each_framework_makes_the_same_calls_and_one_sequence(
 @pytest.mark.skipif(not installed("langchain_openai"), reason="LangChain is not installed")
 def test_token_ids_reach_a_harness_through_langchain(policy):
     """LangChain drops unknown fields of choices and messages, but none beside log-probabilities."""
-    model = client_of(ChatClient(policy, "player"), "langchain")
+    model = framework_client(ChatClient(policy, "player"), "langchain")
     asking = model.bind(logprobs=True, max_tokens=5, extra_body={"return_token_ids": True})
     episode, expected = make_episode(), make_episode()
 

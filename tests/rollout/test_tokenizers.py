@@ -251,7 +251,7 @@ def test_bytes_of_tokens_join_to_the_text(templates):
     for name in IN_BYTES:
         template = templates[name]
         ids = encode(template, text)
-        given = openai_logprobs(ids, [-1.0] * len(ids), template.tokens.text_of)["content"]
+        given = openai_logprobs(ids, [-1.0] * len(ids), template.tokens.decoded_text)["content"]
         joined = bytes(byte for entry in given for byte in entry["bytes"]).decode()
         assert joined.removeprefix(" ") == text
         json.dumps(given, ensure_ascii=False).encode()  # no lone surrogates
@@ -263,13 +263,13 @@ def test_bytes_of_tokens_that_split_no_characters(templates):
     for name in ("unigram", "wordpiece"):
         template = templates[name]
         ids = encode(template, "paris yes stop")
-        assert b"".join(map(template.tokens.bytes_of, ids)).decode().strip() == template.text(ids).strip()
+        assert b"".join(map(template.tokens.decoded_bytes, ids)).decode().strip() == template.text(ids).strip()
 
 
 def test_rows_without_a_token_have_no_text(template):
     beyond = len(template.tokenizer) + 3
     yes = encode(template, "yes")
-    assert template.tokens.text_of(beyond) == "" and template.text([beyond]) == ""
+    assert template.tokens.decoded_text(beyond) == "" and template.text([beyond]) == ""
     assert template.answer_text([*yes, beyond]) == template.responses.text([beyond, *yes]) == template.text(yes)
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from jaxft.errors import CheckpointError, DiskFull, RestoreError, RunDirectoryError
 from jaxft.files import MANIFEST, read_manifest, write_manifest
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 from jaxft.runs import checkpoint as module
 from jaxft.runs.checkpoint import Checkpoints, layout
 from jaxft.runs.directory import RunDirectory
@@ -286,7 +286,7 @@ def fill(folder, capsys, limited, count):
                 checkpoints.save(2, {"notes": {}}, {"x": jnp.asarray(random)})
                 checkpoints.wait()
 
-    assert exit_code_of(save_twice) == 1
+    assert run_main(save_twice) == 1
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and os.listdir(folder / "checkpoints") == ["1"]
     with RunDirectory.open(folder) as directory:

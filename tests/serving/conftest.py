@@ -6,7 +6,7 @@ import importlib
 import anthropic
 import pytest
 
-from jaxft.rollout import client_of
+from jaxft.rollout import framework_client
 from jaxft.rollout.calls import Completion, Reply
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import recording
@@ -48,9 +48,9 @@ def run(asking, episode=None):
 
 
 def make_client(llm, library):
-    """A client of a library, without a socket: `anthropic`, or a wrapper type of `client_of`."""
+    """A client of a library, without a socket: `anthropic`, or a wrapper type of `framework_client`."""
     if library != "anthropic":
-        return client_of(llm, library)
+        return framework_client(llm, library)
     http = importlib.import_module(anthropic.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
     http_client = http.AsyncClient(transport=async_transport(http, make_app({llm.name: llm})), timeout=None)
     return anthropic.AsyncAnthropic(base_url=ENDPOINT, api_key="jaxft", max_retries=0, http_client=http_client)
@@ -63,12 +63,12 @@ def llm(policy):
 
 @pytest.fixture(scope="module")
 def client(llm):
-    return client_of(llm, "openai")
+    return framework_client(llm, "openai")
 
 
 @pytest.fixture(scope="module")
 def sync_client(llm):
-    return client_of(llm, "openai_sync")
+    return framework_client(llm, "openai_sync")
 
 
 @pytest.fixture(scope="module")

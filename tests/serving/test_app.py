@@ -9,7 +9,7 @@ import pytest
 from jaxft.errors import PolicyError
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import outside_calls, recording
-from jaxft.rollout.frameworks import client_of
+from jaxft.rollout.frameworks import framework_client
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.rollout.transport import async_transport, http_library
 from jaxft.serving.app import make_app
@@ -265,7 +265,7 @@ def test_a_synchronous_call_may_block_the_loop_of_its_episode(sync_client):
 @pytest.mark.parametrize("n", [1, 3])
 def test_each_reply_tells_the_policy_version_that_sampled_it(make_policy, n):
     policy = make_policy()
-    client = client_of(ChatClient(policy, "player"), "openai")
+    client = framework_client(ChatClient(policy, "player"), "openai")
 
     async def main():
         with blocking(policy) as release:
@@ -293,7 +293,7 @@ def test_each_reply_tells_the_policy_version_that_sampled_it(make_policy, n):
 
 def test_a_lost_policy_is_a_503_that_the_episode_keeps(make_policy):
     policy = make_policy()
-    client = client_of(ChatClient(policy, "player"), "openai")
+    client = framework_client(ChatClient(policy, "player"), "openai")
 
     async def main():
         with pytest.raises(ZeroDivisionError):

@@ -4,7 +4,7 @@ import json
 import openai
 import pytest
 
-from jaxft.rollout import client_of
+from jaxft.rollout import framework_client
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest, Delta
 from jaxft.rollout.client import ChatClient
@@ -203,7 +203,7 @@ def test_a_prompt_that_begins_with_an_earlier_call_extends_its_row(llm, client, 
 
 def test_an_episode_with_too_long_token_ids_may_be_dropped_or_truncated(policy):
     async def complete(long_prompts):
-        return await ask(client_of(ChatClient(policy, "player", long_prompts), "openai"), [5] * 200)
+        return await ask(framework_client(ChatClient(policy, "player", long_prompts), "openai"), [5] * 200)
 
     dropped, truncated = make_episode(), make_episode()
     with pytest.raises(openai.BadRequestError):

@@ -15,7 +15,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from jaxft.errors import RequestError
 from jaxft.serving import messages_api, responses_api
 from jaxft.serving.openapi import DIALECTS
-from jaxft.serving.schemas import Ignored, Refused, StreamOptions, in_words_of, read_request
+from jaxft.serving.schemas import Ignored, Refused, StreamOptions, as_refusal, read_request
 from jaxft.serving.wire import MAX_DEPTH, MAX_VALUES, APIError, encode, parse_body
 from tests.serving.conftest import QUESTION, SCHEMA
 
@@ -70,7 +70,7 @@ def read(model, /, **fields):
         asked = read_request(model, {"model": "policy"} | USUAL[model] | fields)
         return vars(asked) | dataclasses.asdict(asked.to_request())
     except RequestError as error:
-        raise in_words_of(model, error) from None
+        raise as_refusal(model, error) from None
 
 
 def refusal(model, /, **fields):

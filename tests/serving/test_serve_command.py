@@ -22,7 +22,7 @@ from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.config import LoraSpec
 from jaxft.models.load import init_model
 from jaxft.models.peft import save_adapter
-from jaxft.shipped.model_source import models_of
+from jaxft.shipped.model_source import model_configuration
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"^(jaxft serve .*?) *#", (ROOT / "docs" / "agents.md").read_text(), re.MULTILINE)
@@ -124,7 +124,7 @@ def test_the_commands_of_the_page_serve_a_run_with_adapters_and_a_model_beside_a
 
 def test_the_model_of_a_run_is_served_with_its_settings(folder):
     run = Path("runs", "my_agent")
-    config = load_models(models_of(run), [("llms.student.slots", "3")], str(run))
+    config = load_models(model_configuration(run), [("llms.student.slots", "3")], str(run))
     policy = config.llms["student"]
     own = folder / "runs" / "my_agent" / "model"
     assert (policy.path, policy.tokenizer, policy.lora.path) == (str(own / "base"), str(own), str(own))
@@ -133,7 +133,7 @@ def test_the_model_of_a_run_is_served_with_its_settings(folder):
 
 def test_the_model_of_a_folder_is_named_policy(made, tmp_path, capsys):
     (tmp_path / "${model}").symlink_to(made / "runs" / "my_agent" / "model" / "base")
-    policy = load_models(models_of(tmp_path / "${model}"), [], "it").llms["policy"]
+    policy = load_models(model_configuration(tmp_path / "${model}"), [], "it").llms["policy"]
     assert policy.path == str(tmp_path / "${model}") and policy.lora is None
     assert (policy.dtype, policy.max_context_tokens) == ("float32", 4096)
     assert main(["serve", str(tmp_path)]) == 2

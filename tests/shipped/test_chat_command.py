@@ -20,7 +20,7 @@ from jaxft.core.partition import ADAPTER
 from jaxft.errors import ConfigError, NonFiniteError, PolicyLostError, PromptTooLongError, RequestError
 from jaxft.harness.commands import open_models
 from jaxft.harness.config import load_models
-from jaxft.harness.runtime import exit_code_of
+from jaxft.harness.runtime import run_main
 from jaxft.models.config import LoraSpec
 from jaxft.models.hf import save_model
 from jaxft.models.load import init_model
@@ -32,7 +32,7 @@ from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import ToolCall
 from jaxft.runs.console import current_console
 from jaxft.shipped.chat_command import MAX_ROUNDS, Conversation, call_tool, load_functions, tool_schema
-from jaxft.shipped.model_source import models_of
+from jaxft.shipped.model_source import model_configuration
 
 # A parent that runs in the background has SIGINT ignored.
 PROGRAM = f"""
@@ -94,7 +94,7 @@ def test_a_chat_in_a_script_writes_nothing_to_a_run(finished_run, monkeypatch, c
 
 def test_the_settings_of_a_run_are_the_defaults(finished_run, model_folder):
     def fields(source, **options):
-        (made,) = models_of(source, **options)["llms"].values()
+        (made,) = model_configuration(source, **options)["llms"].values()
         return made["max_context_tokens"], made["dtype"], made["slots"]
 
     folder = finished_run(max_context_tokens=77, dtype="bfloat16", slots=3)
@@ -121,7 +121,7 @@ def with_adapters(model_folder, tmp_path_factory, tokenizer):
     params |= {ADAPTER: jax.tree.map(lambda leaf: leaf + np.float32(0.5), params[ADAPTER])}
 
     async def load(run):
-        async with open_models(load_models(models_of(run, context_tokens=96), [], "run")) as builder:
+        async with open_models(load_models(model_configuration(run, context_tokens=96), [], "run")) as builder:
             policy = (await builder.get_llm("policy")).policy
             return policy.model.lora.rank, await policy.read(jax.device_get)
 
@@ -253,7 +253,7 @@ def talk(monkeypatch, capsys):
             request = ChatRequest(messages=list(system), tools=schemas, **settings)
             await Conversation(llm, functions, request, current_console(), seed).run()
 
-        code = exit_code_of(run, on_stderr=True)
+        code = run_main(run, on_stderr=True)
         shown = capsys.readouterr()
         return code, shown.out, shown.err
 

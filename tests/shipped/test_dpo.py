@@ -24,7 +24,7 @@ from jaxft.rollout.current import episode, named_function
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import DPOTrainerConfig, DPOTrajectoryBuilderConfig
-from jaxft.shipped.dpo import DPOTrainer, DPOTrajectoryBuilder, pairs_of
+from jaxft.shipped.dpo import DPOTrainer, DPOTrajectoryBuilder, ranked_pairs
 from jaxft.training.rows import gather_pairs
 
 
@@ -161,7 +161,7 @@ def test_equal_answers_are_no_pair_whatever_their_scores(collect, ask):
         episode().record_candidates([ask([1], [2]), ask([1], [2])], [1.0, 0.0])
 
     assert answers(collect(agent)) == []
-    assert pairs_of([]) == [] and pairs_of([], exhaustive=False) == []
+    assert ranked_pairs([]) == [] and ranked_pairs([], exhaustive=False) == []
 
 
 def test_candidates_that_make_no_sense_are_refused(collect, ask):

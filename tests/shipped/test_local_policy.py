@@ -33,7 +33,7 @@ from jaxft.runs.directory import RunDirectory
 from jaxft.shipped.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.shipped.frozen_weights import load_reference
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.shipped.local_policy import choices, lora_of, shape_of, sharding_table
+from jaxft.shipped.local_policy import choices, lora_option, read_decoder_config, sharding_table
 from jaxft.training.memory import policy_bytes, training_bytes
 
 pytestmark = pytest.mark.usefixtures("foreign_trajectories")
@@ -49,7 +49,7 @@ def make_lora_policy(tokenizer):
 
     def make(seed=1, params=None, **lora):
         config = LocalPolicyConfig(preset="qwen3-50k", lora={**LORA, **lora})
-        model, own = jaxft.init_model("qwen3-50k", jax.random.key(seed), lora=lora_of(config.lora))
+        model, own = jaxft.init_model("qwen3-50k", jax.random.key(seed), lora=lora_option(config.lora))
         params = own if params is None else jax.tree.map(jnp.asarray, params)
         made.append(Policy(model, params, tokenizer, stop_ids=(), slots=8, max_context_tokens=96))
         return made[-1]
@@ -317,17 +317,19 @@ def test_keys_of_a_checkpoint_are_accepted_by_name(tmp_path):
     config = jaxft.model_preset("qwen3-50k")
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32") | {"made_with": 2}))
     with pytest.raises(ModelFileError, match=r'ignored_keys: \["made_with"\]'):
-        shape_of(LocalPolicyConfig(path=str(tmp_path)))
-    shape = shape_of(LocalPolicyConfig(path=str(tmp_path), ignored_keys=["made_with"]))
+        read_decoder_config(LocalPolicyConfig(path=str(tmp_path)))
+    shape = read_decoder_config(LocalPolicyConfig(path=str(tmp_path), ignored_keys=["made_with"]))
     assert shape.architecture == config.architecture
 
 
 def test_contexts_that_a_checkpoint_does_not_know_are_refused(tmp_path, make_policy):
     config = replace(jaxft.model_preset("qwen3-50k"), max_position_embeddings=64)
     (tmp_path / "config.json").write_text(json.dumps(config_json(config, "float32")))
-    assert shape_of(LocalPolicyConfig(path=str(tmp_path), max_context_tokens=64)).max_position_embeddings == 64
+    assert (
+        read_decoder_config(LocalPolicyConfig(path=str(tmp_path), max_context_tokens=64)).max_position_embeddings == 64
+    )
     with pytest.raises(ValueError, match=r"max_context_tokens is 65, .* at most 64 tokens"):
-        shape_of(LocalPolicyConfig(path=str(tmp_path), max_context_tokens=65))
+        read_decoder_config(LocalPolicyConfig(path=str(tmp_path), max_context_tokens=65))
     with pytest.raises(ValueError, match=r"max_context_tokens is 65, .* at most 64 tokens"):
         make_policy(model=decoder(config), max_context_tokens=65)
 
@@ -469,7 +471,7 @@ def test_the_configuration_of_a_snapshot_is_what_was_given(tmp_path):
     (tmp_path / "config.yml").write_text(resolved_yaml(config))
     again = load_config(tmp_path / "config.yml", [("llms.policy.slots", "16")])  # as a resumed run may
     for name, slots, every in (("old", 4, SNAPSHOT_EVERY), ("older", 16, 50)):
-        own = again.llms[name].with_sampling_of(again.llms["policy"])
+        own = again.llms[name].with_sampling_settings(again.llms["policy"])
         assert (own.slots, own.max_context_tokens, own.snapshot_every) == (slots, 96, every)
         assert choices(again.llms[name]) == {"snapshot_of": "policy", "every": str(every)}
         assert sharding_table(again.llms[name]) is None

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxft.errors import ComponentError
-from jaxft.harness.config import config_from_mapping, resolved_yaml, secrets_of
+from jaxft.harness.config import config_from_mapping, config_secrets, resolved_yaml
 from jaxft.harness.registry import REGISTRY, LLMConfig
 from jaxft.rollout.remote import openai_llm
 from jaxft.shipped.configs import OpenAILLMConfig
@@ -81,5 +81,5 @@ def test_the_resolved_configuration_hides_the_key(tmp_path):
         },
     }
     config = config_from_mapping(mapping, base_dir=tmp_path)
-    assert KEY in secrets_of(config)
+    assert KEY in config_secrets(config)
     assert KEY not in resolved_yaml(config) and KEY not in repr(config)

@@ -39,7 +39,7 @@ from jaxft.shipped.configs import (
 )
 from jaxft.shipped.grpo import GRPOTrainer, GRPOTrajectoryBuilder
 from jaxft.shipped.local_adapter import LocalTrainerAdapter
-from jaxft.shipped.local_policy import meshes_of, share_of
+from jaxft.shipped.local_policy import make_meshes, process_share
 from jaxft.shipped.schedule import GroupStream
 from tests.faults.compare import differences
 
@@ -450,7 +450,7 @@ def test_meshes_take_what_the_other_leaves():
 
     def meshes(mesh, sampler_mesh):
         config = LocalPolicyConfig(preset="qwen3-50k", mesh=mesh, sampler_mesh=sampler_mesh)
-        return meshes_of(config)
+        return make_meshes(config)
 
     assert meshes(None, None) == (None, None)
     with pytest.raises(ValueError, match="both take all devices that are left"):
@@ -463,11 +463,11 @@ def test_meshes_take_what_the_other_leaves():
 
 def test_several_processes_share_slots_and_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    assert share_of("slots", 64) == 16
+    assert process_share("slots", 64) == 16
     with pytest.raises(ValueError, match="slots is 6, which 4 processes cannot share; wanted a multiple of 4"):
-        share_of("slots", 6)
+        process_share("slots", 6)
     with pytest.raises(ValueError, match="sampler_mesh is given, but each of several processes samples on its devices"):
-        meshes_of(LocalPolicyConfig(preset="qwen3-50k", sampler_mesh={"data": 1}))
+        make_meshes(LocalPolicyConfig(preset="qwen3-50k", sampler_mesh={"data": 1}))
 
 
 # --- What is refused, and what is said.

@@ -13,10 +13,10 @@ from jaxft.harness.evaluators import to_scalar
 from jaxft.shipped.evaluators import (
     RewardFunctionsConfig,
     check_functions,
-    functions_of,
-    keywords_of,
+    load_reward_functions,
     reward_function,
     reward_functions,
+    reward_keywords,
 )
 
 
@@ -27,7 +27,7 @@ def items(outputs, prompt="say", **columns):
 
 def rewards(function, outputs, prompt="say", **columns):
     episodes = items(outputs, prompt, **columns)
-    given = reward_function(function).rewards(keywords_of(episodes, with_ids=True), in_thread=False)
+    given = reward_function(function).rewards(reward_keywords(episodes, with_ids=True), in_thread=False)
     return asyncio.run(given)
 
 
@@ -126,9 +126,12 @@ def test_functions_are_checked_at_the_door():
         ([broken, broken], "named 'broken'"),
     ]:
         with pytest.raises(ConfigError) as caught:
-            functions_of(reward, examples)
+            load_reward_functions(reward, examples)
         assert shown in str(caught.value)
-    assert [each.name for each in functions_of([broken, lambda completions: [1.0]], examples)] == ["broken", "<lambda>"]
+    assert [each.name for each in load_reward_functions([broken, lambda completions: [1.0]], examples)] == [
+        "broken",
+        "<lambda>",
+    ]
     mixed = [*items(["a"], answer="7"), *items(["a"])]
     with pytest.raises(ConfigError, match="'answer'"):  # which one of the rows does not have
         check_functions([reward_function(lambda completion, answer: 1.0)], mixed)

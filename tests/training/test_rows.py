@@ -8,7 +8,7 @@ import pytest
 
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
-from jaxft.rollout.calls import call_of, logprobs_with_record
+from jaxft.rollout.calls import logprobs_with_record, recorded_call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import token_sequences
 from jaxft.training.advantages import collect_rewards, group_rewards, with_usable_rewards
@@ -58,7 +58,7 @@ def test_rows_come_from_the_records_in_log_probabilities(make_call):
     )
     # Through JSON, as a file of another program would pass them on.
     logprobs = [json.loads(json.dumps(logprobs_with_record(call, str))) for call in (first, second)]
-    assert [call_of(each) for each in logprobs] == [first, second]
+    assert [recorded_call(each) for each in logprobs] == [first, second]
     items = [
         EpisodeItem(role="user", content="q"),
         *(EpisodeItem(role="assistant", content="", logprobs=each) for each in logprobs),
@@ -70,7 +70,7 @@ def test_rows_come_from_the_records_in_log_probabilities(make_call):
 
 @pytest.mark.parametrize("logprobs", [None, [], {}, {"content": None}, {"content": []}, {"content": [{"token": "a"}]}])
 def test_log_probabilities_without_a_record_give_no_call(logprobs):
-    assert call_of(logprobs) is None
+    assert recorded_call(logprobs) is None
 
 
 NORMALIZED = {"multi_objective_aggregation": "normalize_then_sum"}
