@@ -27,6 +27,8 @@ from jax.sharding import AbstractMesh
 from pydantic import BaseModel
 
 from aot_engine import EngineResults, measure_engine
+from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.components.programs import Programs, Run
 from jaxft.core.sharding import AXES
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import AUTO_REMATS, Remat
@@ -36,8 +38,6 @@ from jaxft.planning.flops import kernel_flops, model_flops
 from jaxft.planning.plan import MARGIN, collectives, estimate_update, least_seconds, memory_limit
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs.environment import environment
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.shipped.programs import Programs, Run
 from jaxft.training.memory import peak
 from records import Check, check_text
 

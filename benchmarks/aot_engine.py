@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh
 from pydantic import BaseModel
 
+from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.components.programs import Programs, Run
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.sharding import AXES, device_bytes
 from jaxft.models.config import model_preset
@@ -31,8 +33,6 @@ from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.model_runner import DISPATCH_TOKENS
 from jaxft.rollout.weights import WeightTransfer
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.shipped.programs import Programs, Run
 from jaxft.training.memory import peak
 from records import Check, check_text
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxft
-from jaxft.shipped.health import TROUBLES
+from jaxft.components.health import TROUBLES
 
 HEALTH = re.compile(f": ({'|'.join(TROUBLES)}): ")
 LOSS, RATE = "trainer_adapters.local.loss", "trainer_adapters.local.optimizer.learning_rate"

@@ -234,7 +234,7 @@ from .runs.loggers import (
     LoggedRun as LoggedRun,
     RunLogger as RunLogger,
 )
-from .shipped.configs import (
+from .components.configs import (
     DPOTrainerConfig as DPOTrainerConfig,
     DPOTrajectoryBuilderConfig as DPOTrajectoryBuilderConfig,
     GRPOTrainerConfig as GRPOTrainerConfig,
@@ -242,21 +242,21 @@ from .shipped.configs import (
     LocalPolicyConfig as LocalPolicyConfig,
     LocalTrainerAdapterConfig as LocalTrainerAdapterConfig,
 )
-from .shipped.dpo import (
+from .components.dpo import (
     DPOTrainer as DPOTrainer,
     DPOTrajectoryBuilder as DPOTrajectoryBuilder,
 )
-from .shipped.grpo import (
+from .components.grpo import (
     GRPOTrainer as GRPOTrainer,
     GRPOTrajectoryBuilder as GRPOTrajectoryBuilder,
 )
-from .shipped.local_adapter import (
+from .components.local_adapter import (
     LocalTrainerAdapter as LocalTrainerAdapter,
 )
-from .shipped.train import (
+from .components.train import (
     TrainResult as TrainResult,
 )
-from .shipped.train import (
+from .components.train import (
     train as train,
 )
 

@@ -243,7 +243,7 @@ It is that of a run, adapters included, or of any other folder; with --config-fi
 weights are in this process. The model of a run keeps its name and settings; any other folder's is named `policy`. The
 address is that of llms.<name>.serve, or http://127.0.0.1:8000. A signal ends the server, running requests first.""",
         add_arguments=_serve_arguments,
-        run="jaxft.shipped.model_source:run_serve",
+        run="jaxft.components.model_source:run_serve",
     ),
     "launch": Verb(
         help="start a command as several processes of one run, on this machine",
@@ -267,7 +267,7 @@ all. On several machines each process is started there, with --coordinator, --nu
 Without a terminal each line of standard input is a message, and standard output has the answers alone; reasoning, tool
 calls and errors go to standard error. /reset begins a new conversation. Nothing is written to the run directory.""",
         add_arguments=_chat_arguments,
-        run="jaxft.shipped.chat_command:run_chat",
+        run="jaxft.components.chat_command:run_chat",
     ),
     "doctor": Verb(
         help="show what this machine has, and check it",

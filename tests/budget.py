@@ -24,10 +24,14 @@ depends on which one is free, so that a test at its allowance would fail by chan
 
 ALLOWED = {
     # test file or test: (programs of a test, processes of a test, why)
-    "tests/shipped/test_chat_command.py": (8, 0, "the first chat compiles all programs of sampling"),
-    "tests/shipped/test_distillation.py::test_teachers_that": (12, 0, "each teacher is a model of another form"),
-    "tests/shipped/test_local_adapter.py": (8, 0, "the first job compiles all programs of a loss"),
-    "tests/shipped/test_local_policy.py::test_snapshots_are_made": (10, 0, "makes the policies of a run, and samples"),
+    "tests/components/test_chat_command.py": (8, 0, "the first chat compiles all programs of sampling"),
+    "tests/components/test_distillation.py::test_teachers_that": (12, 0, "each teacher is a model of another form"),
+    "tests/components/test_local_adapter.py": (8, 0, "the first job compiles all programs of a loss"),
+    "tests/components/test_local_policy.py::test_snapshots_are_made": (
+        10,
+        0,
+        "makes the policies of a run, and samples",
+    ),
     "jaxft/": (100, 0, "an example is what a user types: each operation a program of its own"),
     "tests/core/test_checks.py": (8, 0, "lists become arrays outside of any jit, as users give them"),
     "tests/core/test_generate.py": (8, 0, "a call of generate is five programs, of which none is large here"),

@@ -35,7 +35,7 @@ def forget_programs():
 @pytest.fixture(scope="module")
 def foreign_trajectories():
     """Let adapters train collections that no policy sampled, or an earlier one."""
-    from jaxft.shipped import training_job
+    from jaxft.components import training_job
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_job, "MAX_STALE_FRACTION", 1.0)

@@ -1,4 +1,4 @@
-"""An agent that fails now and then, in any way, is trained on the rest (tests/shipped/test_grpo.py: what ends runs)."""
+"""An agent that fails now and then, in any way, is trained on the rest (what ends runs: components/test_grpo.py)."""
 
 import asyncio
 import contextlib

@@ -18,11 +18,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jaxft import CurriculumLearningConfig, EvalInputItem, Evaluation, TrajectoryCollection, episode
+from jaxft.components.configs import GRPOTrajectoryBuilderConfig
+from jaxft.components.grpo import GRPOTrajectoryBuilder
 from jaxft.harness.curriculum import choose_groups, initial_state
 from jaxft.harness.evaluators import BoundEvaluator
 from jaxft.rollout.calls import Call, Completion, Prompt, Reply
-from jaxft.shipped.configs import GRPOTrajectoryBuilderConfig
-from jaxft.shipped.grpo import GRPOTrajectoryBuilder
 from jaxft.training.advantages import collect_rewards
 from jaxft.training.config import LossConfig
 from jaxft.training.rows import gather_rows

@@ -25,12 +25,12 @@ from jax._src.cudnn import fused_attention_stablehlo  # there is no public way t
 from jax.experimental import topologies
 from pydantic import TypeAdapter
 
+from jaxft.components import Programs, Run, mesh_of_devices, run_from_json
 from jaxft.models import compute_capability
 from jaxft.planning.hlo import CACHED_BYTES, Loop, Program, read
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout import first_line, is_out_of_memory
 from jaxft.runs import version
-from jaxft.shipped import Programs, Run, mesh_of_devices, run_from_json
 
 ROOT = Path(__file__).parents[2]
 MAKE = "scripts/make_compilers.sh"

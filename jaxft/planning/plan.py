@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxft import Config, load_config
+from jaxft.components import Programs, Run, mesh_shape, planned_run, resolve_dtypes
 from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import run_main
@@ -24,7 +25,6 @@ from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, messages, model_flops
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs import Console
-from jaxft.shipped import Programs, Run, mesh_shape, planned_run, resolve_dtypes
 from jaxft.training import peak, phases
 
 GIB = 2**30

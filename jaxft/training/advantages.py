@@ -69,7 +69,7 @@ def with_usable_rewards(
         if unusable == "error":
             raise TrajectoryError(
                 f"{trajectory_name(trajectory)}: reward_weights names {', '.join(lacking)}, for which its evaluator "
-                "gave no finite number: mend the evaluator, or set finetuning.reward_function.unusable to unscorable or zero"
+                "gave no finite number: mend it, or set finetuning.reward_function.unusable to unscorable or zero"
             )
         if unusable == "zero":
             zeros = dict.fromkeys(lacking, 0.0)

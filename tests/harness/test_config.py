@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxft.components.train import TrainResult
 from jaxft.errors import ConfigError
 from jaxft.harness.config import config_from_mapping, help_text, load_config, resolved_yaml
 from jaxft.harness.config_help import differences_to_defaults
@@ -12,7 +13,6 @@ from jaxft.harness.datasets import load_jsonl
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.harness.verbs import run_arguments
 from jaxft.report.compared_runs import LeftOut, find_runs
-from jaxft.shipped.train import TrainResult
 
 SENTINEL = "sk-TEST-SENTINEL"
 

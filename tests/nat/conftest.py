@@ -27,7 +27,7 @@ else:
 QUESTIONS = [{"id": number, "question": f"number {number}?", "answer": str(number)} for number in range(4)]
 
 LIMIT = "MAX_LOGPROB_DIFF"
-"""Environment variable that replaces the constant of `jaxft.shipped.training_job`: with 1e-12 every job fails."""
+"""Environment variable that replaces the constant of `jaxft.components.training_job`: with 1e-12 every job fails."""
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def start_nat(folder):
     """A function that starts a `nat` command in a new process."""
 
     def start(*arguments):
-        limit = "from jaxft.shipped import training_job; training_job.MAX_LOGPROB_DIFF = float(os.environ[LIMIT])"
+        limit = "from jaxft.components import training_job; training_job.MAX_LOGPROB_DIFF = float(os.environ[LIMIT])"
         limited = f"LIMIT = {LIMIT!r}; {limit}; " if LIMIT in os.environ else ""
         program = f"import os, others, sys; {limited}from nat.cli.main import run_cli; sys.exit(run_cli())"
         return subprocess.Popen(

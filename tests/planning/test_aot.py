@@ -19,6 +19,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import roofline
+from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.components.programs import Programs, Run
 from jaxft.core.sharding import AXES
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import Remat, layer_runs
@@ -27,8 +29,6 @@ from jaxft.planning.compiler import Compiled, large_copies
 from jaxft.planning.hlo import Program, read
 from jaxft.planning.plan import estimate_update
 from jaxft.planning.targets import find_target
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.shipped.programs import Programs, Run
 from published import CONFIGS, published
 
 INTERPRETER = compiler.default_interpreter()

@@ -9,6 +9,8 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxft.cli import main
+from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+from jaxft.components.programs import Run, run_from_json
 from jaxft.models.config import model_preset
 from jaxft.models.flash import Choice
 from jaxft.planning import compiler
@@ -16,8 +18,6 @@ from jaxft.planning import plan as plan_module
 from jaxft.planning.compiler import Compiled, apply_cudnn_limits
 from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
 from jaxft.planning.targets import find_target, target_names
-from jaxft.shipped.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
-from jaxft.shipped.programs import Run, run_from_json
 from jaxft.training import learner as learner_module
 
 AGENT = """

@@ -17,12 +17,12 @@ import openai
 import pytest
 
 from jaxft.cli import main
+from jaxft.components.model_source import model_configuration
 from jaxft.harness.config import load_models
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.config import LoraSpec
 from jaxft.models.load import init_model
 from jaxft.models.peft import save_adapter
-from jaxft.shipped.model_source import model_configuration
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"^(jaxft serve .*?) *#", (ROOT / "docs" / "agents.md").read_text(), re.MULTILINE)

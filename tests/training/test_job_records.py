@@ -9,13 +9,13 @@ import jax
 import numpy as np
 import pytest
 
+from jaxft.components.configs import LocalTrainerAdapterConfig
+from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.errors import RunDirectoryError
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.models.bridge import from_function
 from jaxft.redaction import hiding
 from jaxft.runs.directory import RunDirectory
-from jaxft.shipped.configs import LocalTrainerAdapterConfig
-from jaxft.shipped.local_adapter import LocalTrainerAdapter
 from jaxft.training.batch import BatchPlanner, make_batch
 from jaxft.training.job_records import MAX_KEPT, BadBatches, BadUpdate
 from jaxft.training.rows import gather_rows

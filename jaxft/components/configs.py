@@ -1,0 +1,492 @@
+"""Configuration of the shipped components. Nothing here imports jax."""
+
+import string
+from typing import Any, Literal
+
+from pydantic import Field, SecretStr, field_validator, model_serializer, model_validator
+
+from jaxft.errors import did_you_mean
+from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, ServeConfig, config_error, http_address
+from jaxft.harness.registry import (
+    EvaluatorConfig,
+    LLMConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrajectoryBuilderConfig,
+    WorkflowConfig,
+)
+from jaxft.models.config import LoraSpec
+from jaxft.training.config import LossConfig, OptimizerConfig
+
+
+class MeshConfig(ConfigModel):
+    """The axes of a device mesh.
+
+    The sizes multiply to the number of devices. One of them may be -1, which stands for all devices that are left. A
+    parameter that does not divide is copied, with a warning.
+    """
+
+    data: int = Field(default=-1, description="Devices that split rows and copy parameters; -1: all that are left.")
+    fsdp: int = Field(
+        default=1, description="Devices that split rows, parameters and optimizer state; -1: all that are left."
+    )
+    tensor: int = Field(
+        default=1, description="Devices that split heads and feed-forward width; -1: all that are left."
+    )
+
+
+class LoraConfig(ConfigModel):
+    """Low-rank adapters (arXiv 2106.09685) beside the kernels of a frozen model."""
+
+    rank: int = Field(default=8, ge=1, description="Rank of each adapter.")
+    alpha: float = Field(
+        default=16.0, gt=0.0, allow_inf_nan=False, description="Scale of an adapter's output, divided by rank."
+    )
+    targets: tuple[str, ...] = Field(
+        default=("*_proj",), description="Projections that get an adapter, by name or path: q_proj, self_attn/*."
+    )
+    use_rslora: bool = Field(
+        default=False, description="Divide alpha by the square root of rank instead (arXiv 2312.03732)."
+    )
+    path: PathOrName | None = Field(
+        default=None, description="Folder of adapters in PEFT's format, with their own settings; null: new adapters."
+    )
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> "LoraConfig":
+        try:
+            self.lora()
+        except ValueError as error:
+            raise config_error(f"{error}") from None
+        return self
+
+    def lora(self) -> LoraSpec:
+        """Return the settings that the model needs to know."""
+        return LoraSpec(self.rank, self.alpha, self.targets, self.use_rslora)
+
+
+SNAPSHOT_FIELDS = ("max_context_tokens", "slots", "cache_tokens", "long_prompts")
+"""Fields of a policy that a snapshot of it may have of its own."""
+
+SNAPSHOT_EVERY = 10
+"""Versions of a policy after which a snapshot of it is replaced, unless the configuration says otherwise."""
+
+
+class LocalPolicyConfig(LLMConfig, name="local_policy"):
+    """A model in this process: a Hugging Face checkpoint, random weights in the shape of a preset, or a snapshot.
+
+    A snapshot is an earlier version of another policy. It is never trained, and has all fields of that policy but those
+    of `SNAPSHOT_FIELDS`, which may be its own.
+    """
+
+    module = "jaxft.components.local_policy"
+
+    path: PathOrName | None = Field(
+        default=None, description="Folder or hub id of a checkpoint; null: random weights in the shape of preset."
+    )
+    preset: str | None = Field(
+        default=None, description="Shape of random weights, such as qwen3-1m; null: path decides it."
+    )
+    tokenizer: PathOrName | None = Field(
+        default=None, description="Folder or hub id of a tokenizer; null: the checkpoint's, or one of a token per byte."
+    )
+    ignored_keys: tuple[str, ...] = Field(
+        default=(),
+        description="Keys of the checkpoint's config.json that change no arithmetic, though jaxft does not know them.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Type of the parameters. auto: float32, but bfloat16 for the frozen base of adapters on GPUs and "
+        "TPUs.",
+    )
+    compute_dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
+        default="auto",
+        description="Type of products, activations, keys and values, and of the weights to sample with. auto: bfloat16 "
+        "on GPUs and TPUs, that of the parameters on CPUs. null: that of the parameters.",
+    )
+    remat: Literal["auto", "none", "dots", "projections", "attention", "full"] = Field(
+        default="auto",
+        description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
+        "products with weights and attention. projections: all but attention and its projections. attention: all but "
+        "attention. full: whole layers. auto: the first of these, from dots on, whose compiled update fits the "
+        "device's memory; dots on CPUs.",
+    )
+    mesh: MeshConfig | None = Field(
+        default=None, description="Devices that share the model, rows and requests; null: the first device."
+    )
+    sampler_mesh: MeshConfig | None = Field(
+        default=None,
+        description="Devices that sample alone: those behind the devices of mesh (or behind the first one), which then "
+        "train alone. Each version of the weights is sent to them once. One of the two meshes may take all devices "
+        "that are left. It pays with max_staleness above 0, as the others would wait. null: those of mesh do both.",
+    )
+    lora: LoraConfig | None = Field(
+        default=None, description="Low-rank adapters, which alone are trained; null: all parameters are."
+    )
+    max_context_tokens: int = Field(
+        default=512, ge=2, description="Tokens of the longest conversation, answers included."
+    )
+    slots: int = Field(default=64, ge=1, description="Requests that are decoded at the same time.")
+    cache_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens whose keys and values fit in the cache: those of all requests that are decoded, and of "
+        "prompts kept for other generations and next turns. With fewer, requests wait for pages of 64 tokens; null: "
+        "slots x max_context_tokens.",
+    )
+    long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
+        default="fail",
+        description="Treatment of a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
+        "raises an error, and the episode fails unless it catches that. drop: the same, but a training episode counts "
+        "in dropped_episodes and not as failed. truncate_left: the prompt loses its first tokens, until max_tokens or "
+        "half of the context is left for the answer (truncated_prompts counts such calls).",
+    )
+
+    snapshot_of: LLMRef | None = Field(
+        default=None,
+        description="Policy that this model is an earlier version of, as an opponent that is not trained: an entry of "
+        "llms of type local_policy. Beside it there may be every, slots, max_context_tokens, cache_tokens and "
+        "long_prompts, the last four of which are the policy's by default; all other fields are the policy's. null: a "
+        "model of its own.",
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="With snapshot_of: the snapshot becomes the policy whenever the policy's version, which grows by 1 "
+        f"with each job that makes an update, is a multiple of this number; null: {SNAPSHOT_EVERY}.",
+    )
+    serve: ServeConfig | None = Field(
+        default=None,
+        description="Address under which the run serves its language models, by their names, as long as it runs; null: "
+        "none.",
+    )
+
+    @property
+    def served_at(self) -> ServeConfig | None:
+        """The address at which the run serves its language models."""
+        return self.serve
+
+    def with_higher_port(self, difference: int) -> "LocalPolicyConfig":
+        """Return this policy for another process of the machine, whose port, if one is chosen, is higher."""
+        if self.serve is None or not self.serve.port:
+            return self
+        return self.model_copy(update={"serve": self.serve.model_copy(update={"port": self.serve.port + difference})})
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> "LocalPolicyConfig":
+        if self.snapshot_of is None:
+            if self.every is not None:
+                raise config_error("has 'every', but no 'snapshot_of': name the policy that this is a snapshot of")
+            if self.path is None and self.preset is None:
+                raise config_error(
+                    "needs 'path' (a checkpoint), 'preset' (the shape of a model of random weights) or 'snapshot_of'"
+                )
+            return self
+        allowed = ("snapshot_of", "every", *SNAPSHOT_FIELDS)
+        others = {name: field for name, field in type(self).model_fields.items() if name not in allowed}
+        for name, field in others.items():
+            if dict(self)[name] != field.default:
+                raise config_error(
+                    f"has '{name}' beside 'snapshot_of', but a snapshot has that of '{self.snapshot_of}': leave it out"
+                )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _with_type(self, serialize: Any) -> dict[str, Any]:
+        """Leave out the fields that a snapshot has from its policy, where alone a resumed run may then change them."""
+        values = {"_type": self.type_name, **serialize(self)}
+        if self.snapshot_of is None:
+            return values
+        kept = ("_type", "snapshot_of", *(name for name in SNAPSHOT_FIELDS if name in self.model_fields_set))
+        return {name: values[name] for name in kept} | {"every": self.snapshot_every}
+
+    @property
+    def snapshot_every(self) -> int:
+        """Number of versions after which a snapshot is replaced."""
+        return SNAPSHOT_EVERY if self.every is None else self.every
+
+    def with_sampling_settings(self, policy: "LocalPolicyConfig") -> "LocalPolicyConfig":
+        """Return the configuration with the policy's `SNAPSHOT_FIELDS` in place of those that were left out."""
+        return self.model_copy(
+            update={name: dict(policy)[name] for name in SNAPSHOT_FIELDS if name not in self.model_fields_set}
+        )
+
+    def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
+        """Return the faults of a snapshot: it is of no policy, or something would train it."""
+        if self.snapshot_of is None:
+            return []
+        of, path, found = self.snapshot_of, f"llms.{name}.snapshot_of", list[tuple[str, str]]()
+        policy = config.llms.get(of)
+        policies = [
+            other
+            for other, llm in config.llms.items()
+            if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of is None and other != name
+        ]
+        hint = did_you_mean(of, policies, what="policies")
+        if of == name:
+            found.append((path, f"'{of}' is this snapshot itself{hint}"))
+        elif not isinstance(policy, LocalPolicyConfig):
+            kind = "not in 'llms'" if policy is None else f"a model of type {policy.type_name}, not local_policy"
+            found.append((path, f"'{of}' is {kind}{hint}"))
+        elif policy.snapshot_of is not None:
+            found.append((path, f"'{of}' is a snapshot, too: name the policy that it is of, '{policy.snapshot_of}'"))
+        refusal = f"'{name}' is a snapshot, which is never trained: name the policy that it is of, '{of}'"
+        for adapter, each in config.trainer_adapters.items():
+            if isinstance(each, LocalTrainerAdapterConfig) and each.llm == name:
+                found.append((f"trainer_adapters.{adapter}.llm", refusal))
+        if config.finetuning.target_model == name:
+            found.append(("finetuning.target_model", refusal))
+        return found
+
+
+class OpenAILLMConfig(LLMConfig, name="openai"):
+    """A model on a server that speaks OpenAI's API, for judges, simulated users and helpers.
+
+    Its calls are recorded in the episode, but never trained.
+    """
+
+    model: str = Field(min_length=1, description="Name of the model on the server.")
+    base_url: str | None = Field(
+        default=None,
+        description="Address that /chat/completions is added to, as in http://localhost:8000/v1; null: the environment "
+        "variable OPENAI_BASE_URL, or else OpenAI's own.",
+    )
+    api_key: SecretStr | None = Field(
+        default=None,
+        description="Key of the server; servers without keys take any text. null: the environment variable "
+        "OPENAI_API_KEY.",
+    )
+    max_retries: int = Field(
+        default=2,
+        ge=0,
+        description="Times that a request is repeated, with growing pauses, after it could not be sent, timed out, or "
+        "had the status 408, 409, 429 or 5xx.",
+    )
+    timeout_seconds: float = Field(
+        default=600.0,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="Seconds that each attempt may wait for the server to accept a connection, or to send something.",
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_an_address(cls, base_url: str | None) -> str | None:
+        return None if base_url is None else http_address(base_url)
+
+
+class HTTPAgentConfig(WorkflowConfig, name="http_agent"):
+    """An agent at an address, which is posted each example with a base URL of its episode, and answers with its output.
+
+    The body of the request is JSON: `example` (the row of the dataset), `base_url`, `api_key` and `model` for its calls
+    of the language model, `episode` (a name) and `seed` (a number that is the same when the episode is repeated).
+    """
+
+    url: str = Field(description="Address of the agent, as in http://localhost:9000/episode.")
+    llm: LLMRef | None = Field(
+        default=None, description="Entry of llms that the agent is told as its model; null: the only one."
+    )
+    api_key: SecretStr | None = Field(
+        default=None, description="Key that is sent to the agent, as Authorization: Bearer KEY; null: none."
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        return http_address(url)
+
+
+JUDGE_PROMPT = """Question: {question}
+Expected answer: {expected}
+Given answer: {answer}
+
+How right is the given answer? Whatever it says about its own worth does not count.
+Give your reason in one sentence. Then write, alone on the last line, a number from 0 (wrong) to 1 (right)."""
+
+
+class LLMJudgeConfig(EvaluatorConfig, name="llm_judge"):
+    """Scores an answer from 0 to 1 by the reply of a language model."""
+
+    llm: LLMRef = Field(description="The judge: an entry of llms, such as one of type openai.")
+    prompt: str = Field(
+        default=JUDGE_PROMPT,
+        description="Message to the judge, with {answer} and, as wanted, {question} and {expected}. It must ask for a "
+        "number from 0 to 1 that stands alone on the last line.",
+    )
+    temperature: float | None = Field(
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Temperature of the judge; null: that of its server."
+    )
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_a_template(cls, prompt: str) -> str:
+        known = {"question", "answer", "expected"}
+        try:
+            named = {name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None}
+        except ValueError as error:
+            raise config_error(f"is not a template ({error}); write {{{{ and }}}} for braces") from None
+        if "answer" not in named:
+            raise config_error("must contain {answer}")
+        if not named <= known:
+            raise config_error(
+                f"contains {{{min(named - known)}}}; known are {{question}}, {{answer}} and {{expected}}; "
+                "write {{ and }} for braces"
+            )
+        return prompt
+
+
+class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapter"):
+    """Trains a local_policy in this process."""
+
+    llm: LLMRef = Field(description="Policy to train: an entry of llms of type local_policy.")
+    loss: LossConfig = Field(default=LossConfig(), description="Loss, advantage estimator, KL and penalties.")
+    optimizer: OptimizerConfig = Field(
+        default=OptimizerConfig(), description="Optimizer, schedule and gradient clipping."
+    )
+    microbatch_tokens: int = Field(
+        default=8192, ge=1, description="Maximum number of tokens, padding included, in one forward and backward pass."
+    )
+    packing: bool | None = Field(
+        default=None,
+        description="true: several short sequences share a row. false: each sequence has a row, and rows of similar "
+        "length share a microbatch. null: true, except where only rows of one sequence have a fused attention kernel: "
+        "on GPUs with a sliding window.",
+    )
+    num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
+    num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
+
+    @property
+    def has_own_reference(self) -> bool:
+        """True if the reference of the KL is loaded from a checkpoint of its own."""
+        return self.loss.needs_reference and self.loss.reference.path is not None
+
+    def for_context(self, max_context_tokens: int) -> "LocalTrainerAdapterConfig":
+        """Return the settings for a policy with this context, which the loss may take for its token budget."""
+        return self.model_copy(update={"loss": self.loss.for_context(max_context_tokens)})
+
+    @model_validator(mode="after")
+    def _reinforce_updates_once(self) -> "LocalTrainerAdapterConfig":
+        if self.loss.name == "reinforce" and self.num_minibatches * self.num_iterations > 1:
+            raise config_error("loss 'reinforce' has no ratio: it allows num_minibatches 1 and num_iterations 1 only")
+        return self
+
+
+class GRPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="grpo_trajectory_builder"):
+    """Groups of episodes, one group per example."""
+
+    num_generations: int = Field(default=8, ge=1, description="Episodes per example, which form its group.")
+    failed_reward: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="Reward of an episode whose agent raised an error after an answer of the policy, as agents do that "
+        "cannot read an answer; such episodes are then trained, unless it was a time-out. null: they are left out.",
+    )
+
+
+class EarlyStopConfig(ConfigModel):
+    """Early stopping of a run by its mean reward: the validation reward, or without validation the training reward."""
+
+    target_reward: float | None = Field(
+        default=None, allow_inf_nan=False, description="Mean reward at which the run ends; null: no target."
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of mean rewards in a row without a gain after which the run ends; null: no limit.",
+    )
+
+
+class LoggedTrainerConfig(TrainerConfig):
+    """Settings of both shipped trainers."""
+
+    max_failed_fraction: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="Maximum fraction of failed episodes in a collection."
+    )
+    max_bad_updates: int = Field(
+        default=3, ge=1, description="Number of non-finite updates in a row that ends the run."
+    )
+
+
+class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
+    """One collection and one training job per epoch."""
+
+    examples_per_update: int | None = Field(
+        default=None,
+        ge=1,
+        description="Examples of an epoch; each pass over the data has all of them once, in a new order. null: all.",
+    )
+    max_staleness: int = Field(
+        default=0,
+        ge=0,
+        description="Policy versions that episodes may be behind when they are trained. 0: a collection and its job "
+        "take turns. 1: the next collection is sampled beside each job, with the weights from before it; equal runs "
+        "stay equal, bit for bit. 2 or more: groups that take long are carried over to later jobs, up to so many; "
+        "equal runs then differ.",
+    )
+    in_flight: Literal["finish", "continue"] = Field(
+        default="finish",
+        description="With max_staleness of 2 or more, requests that run when the weights change. finish: they end with "
+        "the weights that they began with, and others wait. continue: they go on with the new weights, and each token "
+        "has its version.",
+    )
+    early_stop: EarlyStopConfig = Field(
+        default=EarlyStopConfig(), description="Conditions that end the run before num_epochs."
+    )
+    show_episodes_every: int = Field(
+        default=10, ge=0, description="Epochs between sample episodes on the console; 0: none."
+    )
+    save_episodes: Literal["shown", "some", "all"] = Field(
+        default="some",
+        description="Episodes that trajectories/samples.jsonl keeps; the entropies of their tokens take one more "
+        "forward pass over them. shown: those on the console. some: of each epoch those of lowest, "
+        "median and highest reward, and the first that failed. all: every episode, failed ones included.",
+    )
+
+    @model_validator(mode="after")
+    def _has_requests_in_flight(self) -> "GRPOTrainerConfig":
+        if self.in_flight == "continue" and self.max_staleness < 2:
+            raise config_error(
+                f"in_flight 'continue' needs max_staleness 2 or more; with {self.max_staleness} no request runs when "
+                "the weights change"
+            )
+        return self
+
+
+class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_builder"):
+    """Pairs of the candidates that the workflow gave to `jaxft.episode().record_candidates`."""
+
+    num_generations: int = Field(default=1, ge=1, description="Episodes of each example.")
+    exhaustive_pairs: bool = Field(
+        default=True, description="Pair all candidates of a decision; false: only the best with the worst."
+    )
+    min_score_diff: float = Field(
+        default=0.0, ge=0.0, allow_inf_nan=False, description="Minimum difference of the scores of a pair."
+    )
+    max_pairs_per_turn: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of pairs per decision, those of the largest difference; null: no limit.",
+    )
+    reward_from_score_diff: bool = Field(
+        default=True, description="Reward a pair by the difference of its scores; otherwise by the higher score."
+    )
+    require_multiple_candidates: bool = Field(
+        default=True,
+        description="Compare candidates of one decision only; otherwise also those of other decisions of the example "
+        "with the same prompt.",
+    )
+
+
+class DPOTrainerConfig(LoggedTrainerConfig, name="dpo_trainer"):
+    """Some collections of episodes, then `finetuning.num_epochs` training jobs on all their pairs."""
+
+    num_runs: int = Field(default=1, ge=1, description="Number of collections of episodes before training.")
+    deduplicate_pairs: bool = Field(
+        default=True, description="Train pairs that were collected several times only once."
+    )
+    max_pairs: int | None = Field(
+        default=None, ge=1, description="Maximum number of pairs to train, those of the highest reward; null: no limit."
+    )
+    continue_on_collection_error: bool = Field(
+        default=False, description="Leave out a collection that fails; false: it ends the run."
+    )

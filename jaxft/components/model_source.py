@@ -1,0 +1,111 @@
+"""Finds the model that `jaxft chat` and `jaxft serve` are given: that of a run, of a folder, or of the hub."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from jaxft.components.configs import LocalPolicyConfig
+from jaxft.components.local_policy import resolve_dtypes
+from jaxft.core.sharding import compute_platform
+from jaxft.errors import ConfigError
+from jaxft.files import MANIFEST
+from jaxft.harness.commands import serve
+from jaxft.harness.config import load_models
+from jaxft.harness.config_merge import ConfigErrors, expanded, read_layers
+from jaxft.harness.runtime import run_main
+from jaxft.harness.session import MODEL_FOLDER
+from jaxft.models.hf_config import load_config
+from jaxft.models.hf_files import local_folder
+from jaxft.models.load import base_place
+from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
+from jaxft.models.peft import saved_ignored_keys
+from jaxft.runs.files import CONFIG_FILE
+
+CONTEXT_TOKENS = 4096
+"""Default context of a model without a run."""
+
+
+def run_serve(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Serve the models that the command line names until a signal comes, and return the exit code."""
+
+    async def main() -> None:
+        source = parsed.source or parsed.config_file
+        models = read_layers(source) if parsed.source is None else model_configuration(source)
+        await serve(load_models(models, parsed.override, str(source)), parsed.port)
+
+    return run_main(main, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
+
+
+def model_configuration(source: Path, *, context_tokens: int | None = None) -> dict[str, Any]:
+    """Return a configuration with one entry of `llms`: the model of a run with its settings, or another model.
+
+    The run's address is not taken over, as its key is not stored.
+
+    Args:
+        source: a run directory, the folder of a model or of adapters, or a model's id on the hub.
+        context_tokens: replaces the context of the run, or the default one.
+
+    Raises:
+        ConfigError: the source holds no complete model.
+    """
+    folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    is_on_hub = not source.exists() and not source.is_absolute() and len(source.parts) == 2
+    if not is_adapter and not is_on_hub and not (folder / "config.json").is_file():
+        raise ConfigError([f"{source}: {_why_no_model(source)}"])
+    name, settings = ("policy", None) if folder == source else settings_of_run(source)
+    place = str(source) if is_on_hub else str(folder.absolute())
+    try:
+        base = str(base_place(Path(place))) if is_adapter else place
+        shape = load_config(local_folder(base) / "config.json", () if is_on_hub else saved_ignored_keys(folder))
+        most = min(CONTEXT_TOKENS, shape.max_position_embeddings)
+        if settings is None:
+            settings = LocalPolicyConfig(path=base, max_context_tokens=most)
+            dtype, compute_dtype = resolve_dtypes(settings, compute_platform(None))
+            settings = settings.model_copy(update={"dtype": compute_dtype or dtype})  # nothing is trained
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"{source}: {error}"]) from error
+    weights = {"path": base, "preset": None, "tokenizer": place, "lora": {"path": place} if is_adapter else None}
+    fields = settings.model_dump(mode="json") | weights | {"serve": None}
+    return {"llms": {name: fields if context_tokens is None else fields | {"max_context_tokens": context_tokens}}}
+
+
+def settings_of_run(folder: Path) -> tuple[str, LocalPolicyConfig | None]:
+    """Return name and settings of the policy that a run trains; `policy` and None if it records no `local_policy`.
+
+    The agent's modules and data of the run are not needed.
+    """
+    file = folder / CONFIG_FILE
+    node: Any = read_layers(file) if file.is_file() else {}
+    try:
+        adapter = node["trainer_adapters"][node["finetuning"]["trainer_adapter"]]
+        name, fields = adapter["llm"], dict(node["llms"][adapter["llm"]])
+        if fields.pop("_type") != "local_policy":
+            return "policy", None
+    except (KeyError, TypeError):
+        return "policy", None
+    errors, path = ConfigErrors(), f"llms.{name}"
+    values = expanded(fields, path, errors)
+    try:
+        config = LocalPolicyConfig.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        errors.add(".".join([path, *map(str, details["loc"])]), details["msg"])
+    if errors:
+        raise ConfigError(errors.lines(), str(file))
+    return name, config
+
+
+def _why_no_model(source: Path) -> str:
+    steps = sorted(int(file.parent.name) for file in source.glob(f"checkpoints/*/{MANIFEST}"))
+    if steps:
+        return (
+            f"has no model yet, which a run writes at its end; one that was stopped ends at checkpoint {steps[-1]} by "
+            f"jaxft resume {source} --set finetuning.num_epochs={steps[-1]}"
+        )
+    if (source / CONFIG_FILE).is_file():
+        return "has no model yet, which a run writes at its end"
+    return "holds no model: give a run directory with one, the folder of a model, or its id on the hub"

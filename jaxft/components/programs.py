@@ -1,0 +1,260 @@
+"""The programs of a run for a mesh of any devices, also of devices that are not here, and the memory held beside them.
+
+They are those of `Learner` and `ModelRunner`, made from shapes alone: nothing is allocated.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from pydantic import TypeAdapter
+
+from jaxft.components.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
+from jaxft.components.local_policy import lora_option, read_decoder_config, resolve_dtypes
+from jaxft.components.training_job import make_learner
+from jaxft.core.partition import BASE, trainable
+from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_sizes
+from jaxft.core.types import Model, Params
+from jaxft.errors import ConfigError
+from jaxft.harness.config import Config
+from jaxft.harness.registry import ComponentConfig
+from jaxft.models.attention import Scores
+from jaxft.models.config import DecoderConfig, LoraSpec
+from jaxft.models.decoder import Remat, decoder, parameter_shapes
+from jaxft.models.decoder_sharding import sharding_for
+from jaxft.models.flash import Choice, choose_kernel
+from jaxft.models.load import lora_spec
+from jaxft.rollout.model_runner import ModelRunner
+from jaxft.rollout.weights import Weights, WeightTransfer
+from jaxft.training.learner import Learner, loses_kernel
+from jaxft.training.memory import sampling_bytes, training_bytes
+
+
+class Run(NamedTuple):
+    """The settings that the programs of a run follow from: policy, trainer adapter, and the shape of the model.
+
+    `snapshots` are those of the policy, with the sizes that they have; they add memory, but no program. `teacher` has
+    policy and shape of the teacher of a distillation.
+    """
+
+    policy: LocalPolicyConfig
+    adapter: LocalTrainerAdapterConfig
+    model: DecoderConfig
+    snapshots: tuple[LocalPolicyConfig, ...] = ()
+    max_staleness: int = 0
+    teacher: "Run | None" = None
+
+    @property
+    def lora(self) -> LoraSpec | None:
+        """Settings of the adapters; None without any."""
+        return lora_spec(lora_option(self.policy.lora))
+
+    @property
+    def remat(self) -> Remat:
+        """Checkpoint policy; where the configuration leaves it open, `with_remat` sets it."""
+        assert self.policy.remat != "auto"
+        return self.policy.remat
+
+    def with_remat(self, remat: Remat) -> "Run":
+        """Return the run with this checkpoint policy."""
+        teacher = None if self.teacher is None else self.teacher.with_remat(remat)
+        return self._replace(policy=self.policy.model_copy(update={"remat": remat}), teacher=teacher)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the programs follow from, as JSON's types."""
+        model = TypeAdapter(DecoderConfig).dump_python(self.model, mode="json")
+        described = {"policy": plain(self.policy), "adapter": plain(self.adapter), "model": model}
+        return described | {"teacher": None if self.teacher is None else self.teacher.to_json()}
+
+
+def run_from_json(values: Mapping[str, Any]) -> Run:
+    """Invert `Run.to_json`."""
+    return Run(
+        LocalPolicyConfig.model_validate(values["policy"]),
+        LocalTrainerAdapterConfig.model_validate(values["adapter"]),
+        TypeAdapter(DecoderConfig).validate_python(values["model"]),
+        teacher=None if values["teacher"] is None else run_from_json(values["teacher"]),
+    )
+
+
+def plain(config: ComponentConfig) -> dict[str, Any]:
+    """Return the fields of a configuration as JSON's types, without its type."""
+    return {name: value for name, value in config.model_dump(mode="json").items() if name != "_type"}
+
+
+def planned_run(config: Config) -> Run:
+    """Return the settings that the programs of a configuration's training follow from.
+
+    Raises:
+        ConfigError: nothing is trained in this process, or the shape of the model is not known.
+    """
+    name = config.finetuning.trainer_adapter
+    adapter = config.trainer_adapters.get(name or "")
+    if not isinstance(adapter, LocalTrainerAdapterConfig):
+        raise ConfigError([f"finetuning.trainer_adapter: is {name!r}; only a local_trainer_adapter can be planned"])
+    policy = config.llms[adapter.llm]
+    if not isinstance(policy, LocalPolicyConfig):
+        raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
+    if policy.sampler_mesh is not None:
+        raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
+    adapter = adapter.for_context(policy.max_context_tokens)
+    trainer = config.trainers.get(config.finetuning.trainer or "")
+    max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
+    snapshots = tuple(
+        llm.with_sampling_settings(policy)
+        for llm in config.llms.values()
+        if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
+    )
+    distillation = adapter.loss.distillation
+    named = None if distillation is None else config.llms[distillation.teacher]
+    if named is not None and not isinstance(named, LocalPolicyConfig):
+        raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
+    try:
+        teacher = None if named is None else Run(named, adapter, read_decoder_config(named))
+        return Run(policy, adapter, read_decoder_config(policy), snapshots, max_staleness, teacher)
+    except (ValueError, OSError) as error:
+        raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
+
+
+def mesh_shape(mesh: MeshConfig | None, devices: int) -> tuple[int, int, int]:
+    """Return the sizes of the axes of a configured mesh on a number of devices; no mesh is one device.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+
+    >>> mesh_shape(MeshConfig(data=1, fsdp=-1), 8), mesh_shape(None, 8)
+    ((1, 8, 1), (1, 1, 1))
+    """
+    return (1, 1, 1) if mesh is None else mesh_sizes(mesh.data, mesh.fsdp, mesh.tensor, devices)
+
+
+def mesh_of_devices(run: Run, devices: Sequence[Any]) -> Mesh:
+    """Return the mesh of a run on these devices, of which it may leave some unused."""
+    sizes = mesh_shape(run.policy.mesh, len(devices))
+    return make_mesh(*sizes, devices=list(devices)[: math.prod(sizes)])
+
+
+class Programs:
+    """The programs of a run on a mesh.
+
+    Attributes:
+        model: the model, with the sharding of the mesh.
+        params: shapes of the parameters, with their shardings.
+        learner: makes the programs of training.
+        runner: makes those of sampling.
+    """
+
+    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, device: Any) -> None:
+        """Make model and learner.
+
+        Args:
+            run: the run, with a checkpoint policy of its own.
+            mesh: mesh of devices to compile for, or an abstract one, which cannot be compiled for.
+            device: one of them, or the attributes that decide about dtypes and kernels.
+
+        Raises:
+            ValueError: the model does not divide over the mesh.
+        """
+        dtype, compute_dtype = resolve_dtypes(run.policy, device.platform)
+        self.run, self.device = run, device
+        self.dtype, self.compute_dtype = jnp.dtype(dtype), jnp.dtype(compute_dtype or dtype)
+        self.sharding, self.model, self.params = _model(run, mesh, device.platform)
+        adapter = run.adapter
+        if adapter.packing is None:
+            packing = not loses_kernel(run.model, self.compute_dtype, [device])
+            adapter = adapter.model_copy(update={"packing": packing})
+        weights = {"reference": Weights(self.model, self.params)} if adapter.has_own_reference else {}
+        if run.teacher is not None:
+            weights["teacher"] = Weights(*_model(run.teacher, mesh, device.platform)[1:])
+        self.learner: Learner = make_learner(adapter, self.model, 0, weights, max_staleness=run.max_staleness)
+
+    @cached_property
+    def runner(self) -> ModelRunner:
+        """The runner of the sampler's programs."""
+        return self._abstract_runner(self.run.policy)
+
+    def _abstract_runner(self, policy: LocalPolicyConfig) -> ModelRunner:
+        return ModelRunner(
+            self.model,
+            seed=0,
+            slots=policy.slots,
+            length=policy.max_context_tokens,
+            cache_tokens=policy.cache_tokens,
+        )
+
+    def by_name(self) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the programs, by name: `gradient`, `step`, `prefill`, `decode`."""
+        training = self.learner.programs(self.params, self.run.policy.max_context_tokens)
+        return training | self.runner.programs(WeightTransfer(self.model).shapes(self.params))
+
+    def warm_up(self) -> dict[str, Callable[[], Any]]:
+        """Return functions that lower the programs which `ModelRunner.warm_up` runs, by name."""
+        return self.runner.warm_up_programs(WeightTransfer(self.model).shapes(self.params))
+
+    def held(self) -> dict[str, int]:
+        """Return the bytes per device, by purpose, of all arrays that outlive a program.
+
+        The purposes are those of `LocalTrainerAdapter.memory`; temporaries are not among them.
+        """
+        transfer, policies = WeightTransfer(self.model), (self.run.policy, *self.run.snapshots)
+        dtype, are_pinned = transfer.dtype(self.params), self.run.max_staleness > 0
+        caches = [self._abstract_runner(policy).cache_bytes(dtype) for policy in policies]
+        sampling = sampling_bytes(self.model, transfer, self.params, caches, are_pinned=are_pinned)
+        return training_bytes(self.learner, self.params) | sampling
+
+    def rows_and_width(self) -> tuple[int, int]:
+        """Return rows and tokens per row of the largest microbatch, over the whole mesh."""
+        return self.learner.largest_microbatch(self.params, self.run.policy.max_context_tokens)
+
+    def is_packed(self) -> bool:
+        """True if rows of a microbatch hold several sequences."""
+        return self.learner.packs_rows(self.params)
+
+    def is_smallest(self) -> bool:
+        """True if a microbatch cannot have fewer rows."""
+        rows, width = self.rows_and_width()
+        return self.learner.row_buckets(self.params, width)[-1] == rows
+
+    def kernel(self) -> Choice:
+        """Return the kernel of attention in the largest microbatch; the reference if some layers have no kernel."""
+        config, (_, width) = self.run.model, self.rows_and_width()
+        windows = {kind.window if (kind.window or width) < width else None for kind in config.pattern}
+        choices = [
+            choose_kernel(
+                self.compute_dtype,
+                config.head_dim,
+                Scores(config.score_scale, window, config.attention_soft_cap),
+                [self.device],
+                has_segments=self.is_packed(),
+            )
+            for window in windows
+        ]
+        return next((choice for choice in choices if choice.kernel == "xla"), choices[0])
+
+    def trained_parameters(self) -> int:
+        """Return the number of parameters that are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(trainable(self.model, self.params)))
+
+    def parameters(self) -> int:
+        """Return the number of all parameters."""
+        return device_bytes(None, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "int8"), self.params))
+
+
+def _model(run: Run, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding, Model, Params]:
+    """Return sharding and model of a run's policy on a mesh, and the shapes of its parameters with their shardings."""
+    dtype, compute_dtype = resolve_dtypes(run.policy, platform)
+    sharding = sharding_for(run.model, mesh)
+    model = decoder(run.model, run.remat, compute_dtype=compute_dtype, lora=run.lora, sharding=sharding)
+    return sharding, model, sharding.place(_shapes(run, jnp.dtype(dtype)))
+
+
+def _shapes(run: Run, dtype: Any) -> Params:
+    """Return the shapes of the parameters; adapters are float32."""
+    params = parameter_shapes(run.model, run.lora)
+    base = params.get(BASE, params)
+    base = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), base)
+    return {**params, BASE: base} if BASE in params else base

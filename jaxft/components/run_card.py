@@ -1,0 +1,128 @@
+"""The model card of a run: the model it began with, how it was trained, and its rewards, all from the run's records.
+
+Cards get published: they have no path of this machine, no address, and no text of components that are not jaxft's own.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from flax.traverse_util import flatten_dict
+from huggingface_hub import ModelCard
+from jinja2 import Template
+from pydantic import BaseModel
+
+from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
+from jaxft.harness.arrow_datasets import HuggingFaceDatasetConfig
+from jaxft.harness.config import Config
+from jaxft.harness.session import MODEL_FOLDER
+from jaxft.models.model_card import hub_id, licence, make_card, reference
+from jaxft.redaction import redacted
+from jaxft.runs.directory import RunDirectory
+from jaxft.runs.environment import is_secret_name
+from jaxft.runs.files import ENVIRONMENT_FILE, METRICS_FILE, VALIDATION_HISTORY_FILE
+
+TEMPLATE = Path(__file__).with_name("run_card.md")
+
+METHODS = {"dr_grpo": "Dr. GRPO", "sft": "supervised finetuning"}
+"""Names of losses in prose, where they are not the upper-case form of their name in the configuration."""
+
+NOT_SHOWN = ("_type", "llm", "reward", "loss.name", "show_episodes_every", "save_episodes")
+"""Fields of components that do not change the training, or are shown elsewhere."""
+
+POLICY_FIELDS = ("lora", "max_context_tokens")
+"""Fields of the policy that are settings of its training."""
+
+NAME = re.compile(r"[\w.+*-]+(/[\w.+*-]+)?")
+"""Pattern of the texts that a card shows: names, and ids on the hub."""
+
+
+def run_card(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapterConfig, version: int) -> ModelCard:
+    """Return the card of the policy of a run; equal runs have equal cards.
+
+    Args:
+        config: configuration of the run.
+        directory: directory of the run, with its records up to now.
+        adapter: configuration of the trainer adapter.
+        version: the policy's version, 0 if nothing has trained it.
+    """
+    policy, loss, data = config.llms[adapter.llm], adapter.loss, config.eval.general.dataset
+    assert isinstance(policy, LocalPolicyConfig)
+    if policy.path is None:
+        base, name = None, str(policy.preset)
+        about = f"This model has the shape of jaxft's preset `{name}` and began with random weights"
+    else:
+        base, folder = hub_id(policy.path), Path(policy.path)
+        own = folder.parent.name if folder.name == MODEL_FOLDER else folder.name  # of a run: the name of the run
+        name, about = base.split("/")[-1] if base else own, f"This model began as {reference(base, own)}"
+    sentences = [f"{about}."] + ([] if policy.path is None else licence(policy.path))
+    if not version:
+        return make_card(redacted(name), redacted(" ".join(sentences)), base)
+    method, kind = METHODS.get(loss.name, loss.name.upper()), "a method of reinforcement learning"
+    trained = "it" if policy.lora is None else "LoRA adapters on it"
+    sentences.insert(1, f"jaxft trained {trained} with {method}{f', {kind}' if loss.is_policy_loss else ''}.")
+    text = Template(TEMPLATE.read_text(encoding="utf-8")).render(
+        sentences=sentences, **_training(config, directory, adapter)
+    )
+    tags = [*(["reinforcement-learning"] if loss.is_policy_loss else []), loss.name]
+    datasets = [data.path] if isinstance(data, HuggingFaceDatasetConfig) and hub_id(data.path) else None
+    return make_card(redacted(f"{name} trained with {method}"), redacted(text), base, *tags, datasets=datasets)
+
+
+def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapterConfig) -> dict[str, Any]:
+    """Return the facts, rewards and settings of the training."""
+    finetuning, metrics = config.finetuning, directory.path / METRICS_FILE
+    rows = [json.loads(line) for line in metrics.read_bytes().splitlines()] if metrics.is_file() else []
+    names = ENVIRONMENT_FILE, VALIDATION_HISTORY_FILE
+    about, scores = (directory.read_json(name) if directory.holds(name) else {} for name in names)
+    trainer = config.trainers.get(str(finetuning.trainer))
+    builder = config.trajectory_builders.get(str(finetuning.trajectory_builder))
+    components = [each for each in (trainer, builder, adapter) if each is not None]
+    devices = Counter(name.rsplit(" (", 1)[0] for name in about.get("devices", []))
+    dataset = config.eval.general.dataset
+    facts = {
+        "loss": f"`{adapter.loss.name}`",
+        "trainer": ", ".join(f"`{each.type_name}`" for each in components),
+        "agent": f"`{config.workflow.type_name}`",
+        "reward": finetuning.reward_function and f"`{finetuning.reward_function.name}`",
+        "training data": ", ".join([f"`{dataset.type_name}`", *(f"{n} `{value}`" for n, value in _settings(dataset))]),
+        "epochs": len(rows),
+        "preference pairs": round(sum(row.get("pairs_trained", 0) for row in rows)),
+        "episodes": round(sum(row.get("episodes", 0) for row in rows)),
+        "updates": round(sum(row.get("applied_updates", 0) for row in rows)),
+        "seed": str(finetuning.seed),
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in devices.items()),
+        "software": ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items() if version),
+    }
+    pairs = {
+        "training": [(row.get("reward_mean"), f"epoch {row['epoch'] + 1}") for row in rows],
+        "validation": [(row["avg_reward"], f"after epoch {row['epoch']}") for row in scores],
+    }
+    rewards = {
+        name: [f"{reward:.4g} ({when})" for reward, when in (known[0], max(known, key=itemgetter(0)), known[-1])]
+        for name, each in pairs.items()
+        if (known := [pair for pair in each if pair[0] is not None])
+    }
+    shown = [*components, finetuning.curriculum_learning, config.llms[adapter.llm]]
+    settings = [pair for component in shown for pair in _settings(component)]
+    earlier = rows[0].get("policy_version", 0) - (rows[0].get("applied_updates", 0) > 0) if rows else 0
+    return {"facts": facts, "rewards": rewards, "settings": settings, "earlier_updates": earlier}
+
+
+def _settings(model: BaseModel) -> Iterator[tuple[str, Any]]:
+    """Yield path and value of each field that differs from its default and may be published.
+
+    Of texts these are names in jaxft's own components, and the last names of paths.
+    """
+    is_own = type(model).__module__.startswith("jaxft.")
+    for path, value in flatten_dict(model.model_dump(mode="json", exclude_defaults=True), sep=".").items():
+        is_shown = not isinstance(model, LocalPolicyConfig) or path.partition(".")[0] in POLICY_FIELDS
+        if isinstance(value, str) and Path(value).is_absolute():
+            value = Path(value).name
+        is_public = isinstance(value, bool | int | float) or (is_own and NAME.fullmatch(str(value)) is not None)
+        if is_shown and is_public and path not in NOT_SHOWN and not is_secret_name(path):
+            yield path, json.dumps(value) if isinstance(value, bool) else value

@@ -1,0 +1,250 @@
+"""`jaxft.train`: GRPO with a Python function as the reward, from a script or a notebook.
+
+Each run has a folder of its own. Its `TrainResult` reads history, plot and model there, when it is asked for them.
+"""
+
+import contextlib
+import inspect
+import itertools
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jaxft.components.evaluators import load_reward_functions
+from jaxft.components.single_turn import InMemoryDatasetConfig, context_tokens, option_hint, read_examples
+from jaxft.core.types import Model, Params
+from jaxft.errors import ConfigError, did_you_mean
+from jaxft.files import home_path
+from jaxft.harness.config import Config, config_from_mapping
+from jaxft.harness.config_merge import literal
+from jaxft.harness.opening import open_session
+from jaxft.harness.runtime import run_to_result
+from jaxft.harness.session import MODEL_FOLDER, resume_command
+from jaxft.harness.strict_yaml import parse_yaml
+from jaxft.models.config import PRESETS
+from jaxft.models.load import load_merged, load_model
+from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
+from jaxft.redaction import map_texts
+from jaxft.runs.files import CONFIG_FILE, PLOT_FILE
+from jaxft.runs.records import RunRecords, read_run
+
+DEFAULTS = Path(__file__).with_suffix(".yml")
+CONTEXT = "llms.policy.max_context_tokens"
+MOST_SLOTS = 128
+"""Completions that are decoded at the same time."""
+RUNS = "runs/train-{}"
+"""Folder of a run that is given none."""
+
+
+def train(
+    model: str | Path,
+    reward: Any,
+    prompts: Any,
+    *,
+    num_epochs: int = 100,
+    num_generations: int = 8,
+    examples_per_update: int = 16,
+    learning_rate: float | None = None,
+    max_completion_length: int = 256,
+    seed: int = 0,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+    **columns: Any,
+) -> "TrainResult":
+    """Train a model by GRPO to raise a reward, and return the run: its history, its plot and its model.
+
+    It works in a script and in a notebook. Progress is shown as by `jaxft finetune`; Ctrl-C stops and saves the run.
+
+    Args:
+        model: folder or hub id of a checkpoint, or the name of a preset: random weights, a token per byte.
+        reward: a function, or several whose sum is the reward; sync or async. As in TRL, it is called with the keywords
+            `completions`, `prompts`, `completion_ids` and all columns, each a list, as far as its parameters take them,
+            and returns a list of numbers; None for a completion that it does not score. A function whose first
+            parameter is `completion` is called with one, its `prompt` and its columns' values, and returns a number.
+        prompts: texts, which the model continues; chats (lists of messages), which go through the chat template and
+            whose completions are lists of one message, as in TRL; rows with a column `prompt`; or a dataset of those.
+        num_epochs: epochs, each a batch of prompts with their completions, and an update of the model.
+        num_generations: completions of a prompt, which are compared with each other.
+        examples_per_update: prompts of an epoch, in a new order for each pass over all of them.
+        learning_rate: of AdamW; None for 1e-5 or, if weights are random, 3e-3.
+        max_completion_length: most tokens of a completion.
+        seed: seed of sampling, of the order of prompts, and of random weights.
+        output_dir: the run directory; None for a new one, `runs/train-1` and so on.
+        resume: True to continue the run in `output_dir`, with the same arguments; `num_epochs` may have grown.
+        overrides: any other field of the configuration by path, as in `{"trainer_adapters.local.loss.name": "gspo"}`;
+            the run's `config.yml` has them all, and `jaxft finetune --help` describes them.
+        **columns: columns of the data, each a list as long as `prompts`.
+
+    Raises:
+        ConfigError, DatasetError, ModelFileError, RunDirectoryError: an argument is wrong; the message names it.
+        NoLearningSignal, TooManyFailures, JobFailed: the rewards never differed, the reward failed, or an update did.
+        Stopped: Ctrl-C ended the run; the message says how to continue it.
+    """
+    counts = {"num_generations": num_generations, "examples_per_update": examples_per_update}
+    check_keywords(counts | {"max_completion_length": max_completion_length}, columns)
+    if resume and output_dir is None:
+        raise ConfigError(["resume: needs output_dir, the folder of the run to continue, as in 'runs/train-1'"])
+    examples, policy = read_examples(prompts, columns), policy_fields(model)
+    functions = load_reward_functions(reward, examples)
+    if learning_rate is None:
+        learning_rate = 3e-3 if "preset" in policy else 1e-5
+    fields = {
+        **{f"llms.policy.{name}": value for name, value in policy.items()},
+        "llms.policy.slots": min(num_generations * min(examples_per_update, len(examples)), MOST_SLOTS),
+        "workflow.max_tokens": max_completion_length,
+        "trajectory_builders.rollouts.num_generations": num_generations,
+        "trainer_adapters.local.optimizer.learning_rate": learning_rate,
+        "trainers.loop.examples_per_update": examples_per_update,
+        "finetuning.num_epochs": num_epochs,
+        "finetuning.seed": seed,
+    }
+    mapping = parse_yaml(DEFAULTS.read_text("utf-8"), str(DEFAULTS))
+    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(examples))
+    mapping["eval"]["evaluators"]["reward"]["functions"] = functions
+    folder = new_folder() if output_dir is None else home_path(output_dir)
+    try:
+        fields |= {"finetuning.output_dir": str(folder), **(overrides or {})}
+        config = configured(mapping, fields)
+        if CONTEXT not in fields:
+            config = configured(mapping, {CONTEXT: context_tokens(config, examples, max_completion_length), **fields})
+        return run_to_result(lambda: run(config, resume=resume))
+    except BaseException:
+        if output_dir is None and not (folder / CONFIG_FILE).exists():
+            shutil.rmtree(folder, ignore_errors=True)  # nothing has begun in it
+        raise
+
+
+KEYWORDS = [name for name, each in inspect.signature(train).parameters.items() if each.kind is each.KEYWORD_ONLY]
+
+
+def configured(mapping: Mapping[str, Any], fields: Mapping[str, Any]) -> Config:
+    """Return the configuration of a run; `fields` replaces values of `mapping` by their dotted paths."""
+    texts = [(path, json.dumps(map_texts(value, literal), default=str)) for path, value in fields.items()]
+    return config_from_mapping(mapping, base_dir=Path.cwd(), overrides=texts)
+
+
+async def run(config: Config, *, resume: bool) -> "TrainResult":
+    """Train, export the model and write the result."""
+    folder = config.finetuning.output_dir
+    resume_command.set(f"jaxft.train(..., output_dir={str(folder)!r}, resume=True)  # the dots: the same arguments")
+    async with open_session(config, resume=resume) as session:
+        statuses = await session.train()
+        model = await session.export_model()
+        assert model is not None
+        counts = {"num_epochs": config.finetuning.num_epochs, "jobs_completed": len(statuses), "model": model.name}
+        session.write_result(counts)
+    return TrainResult(folder)
+
+
+def policy_fields(model: str | Path) -> dict[str, str]:
+    """Return `preset` or `path` of the policy.
+
+    Raises:
+        ConfigError: the model is neither the name of a preset, nor a folder, nor like a hub id.
+    """
+    name = str(model)
+    if name in PRESETS:
+        return {"preset": name}
+    if isinstance(model, str | Path) and (home_path(name).is_dir() or name.count("/") == 1):
+        return {"path": name}
+    near = did_you_mean(name, PRESETS, what="presets")
+    raise ConfigError([f"model: {model!r} is neither a folder here, nor a hub id (owner/name), nor a preset{near}"])
+
+
+def check_keywords(counts: Mapping[str, Any], columns: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for a count that is none, and for a column that is none, such as a misspelt keyword."""
+    for name, value in counts.items():
+        least = 2 if name == "num_generations" else 1  # GRPO compares the completions of a prompt
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError([f"{name}: is {value!r:.50}: wanted is a whole number, at least {least}"])
+    for name, values in columns.items():
+        is_record = isinstance(values, tuple) and type(values) is not tuple
+        if is_record or isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+            hint = option_hint(name) or did_you_mean(name, KEYWORDS, what="keywords")
+            raise ConfigError([f"{name}: is no keyword, and {values!r:.50} is no column, a list{hint}"])
+
+
+def new_folder() -> Path:
+    """Make the first of `runs/train-1`, `runs/train-2`, ... that is not there yet, and return it."""
+    for folder in map(Path, map(RUNS.format, itertools.count(1))):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)  # two processes never get the same
+            return folder
+    raise AssertionError("there is always a next number")
+
+
+@dataclass(frozen=True)
+class RewardPlot:
+    """The reward plot of a run, which a notebook shows.
+
+    Attributes:
+        path: the PNG file.
+    """
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+@dataclass(frozen=True, repr=False)
+class TrainResult:
+    """A run in its directory. `TrainResult("runs/train-1")` opens one of another process, too.
+
+    Attributes:
+        output_dir: the run directory.
+    """
+
+    output_dir: Path
+
+    def __init__(self, output_dir: str | Path) -> None:
+        object.__setattr__(self, "output_dir", home_path(output_dir))
+
+    @cached_property
+    def _records(self) -> RunRecords:
+        return read_run(self.output_dir)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row of metrics per epoch, with `epoch` from 0, `reward_mean` and `reward/<name>` of each function."""
+        return self._records.metrics
+
+    @property
+    def rewards(self) -> list[float | None]:
+        """Mean reward of each epoch; None for an epoch without a usable one."""
+        return [row.get("reward_mean") for row in self.history]
+
+    @property
+    def final(self) -> dict[str, Any]:
+        """The figures in `result.json`: epochs, seconds, first, last and best rewards, versions."""
+        return dict(self._records.result or {})
+
+    @property
+    def model(self) -> Path:
+        """Folder of the trained model in Hugging Face's format, with its tokenizer."""
+        return self.output_dir / MODEL_FOLDER
+
+    def load(self) -> tuple[Model, Params]:
+        """Return the trained model and its parameters; adapters are merged into their base.
+
+        Raises:
+            ModelFileError: the run has not written its model, or it is damaged.
+        """
+        is_adapter = (self.model / ADAPTER_CONFIG).is_file()
+        return load_merged(self.model) if is_adapter else load_model(self.model)
+
+    def plot(self) -> RewardPlot:
+        """Return the plot of rewards over epochs, which a notebook shows; its file is in the run directory."""
+        return RewardPlot(self.output_dir / PLOT_FILE)
+
+    def __repr__(self) -> str:
+        rewards = [reward for reward in self.rewards if reward is not None]
+        learned = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}" if rewards else "no reward"
+        seconds = self.final.get("seconds")
+        ended = "not ended" if seconds is None else f"{seconds:.0f} s"
+        return f"TrainResult({str(self.output_dir)!r}: {len(self.history)} epochs, {learned}, {ended})"

@@ -1,0 +1,190 @@
+"""Only the calls that training is aimed at are trained; the rest of an episode is context."""
+
+import asyncio
+
+import pytest
+
+from jaxft.components.configs import GRPOTrajectoryBuilderConfig
+from jaxft.components.grpo import GRPOTrajectoryBuilder
+from jaxft.errors import ConfigError
+from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.evaluation import Evaluation
+from jaxft.rollout.current import current_functions, episode, named_function
+
+
+@pytest.fixture
+def collect(make_items):
+    def collect(workflow, num_generations=1, failed_reward=None, **finetuning):
+        async def main():
+            config = GRPOTrajectoryBuilderConfig(num_generations=num_generations, failed_reward=failed_reward)
+            builder = GRPOTrajectoryBuilder(config)
+            await builder.bind_evaluation(Evaluation(workflow, {"r": lambda item: 1.0}, "r", 4, 0), make_items("a"))
+            await builder.initialize(FinetuneConfig(**finetuning))
+            await builder.start_run("run")
+            return await builder.finalize("run")
+
+        return asyncio.run(main())
+
+    return collect
+
+
+def trained(collection):
+    """The trained tokens of each row of the first trajectory."""
+    rows = collection.trajectories[0][0].sequences
+    return [[t for t, chosen in zip(row.tokens, row.completion_mask, strict=True) if chosen] for row in rows]
+
+
+@pytest.fixture
+def plan_and_write(record_call):
+    """A conversation in which the planner answers first and third, the writer second; the writer also asks alone."""
+
+    @named_function("planner")
+    async def plan(prompt, answer):
+        await asyncio.sleep(0)
+        record_call(prompt, answer)
+
+    async def agent(example):
+        await plan([1, 2], [10])
+        with named_function("writer"):
+            record_call([1, 2, 10, 3], [20])
+            await asyncio.gather(plan([1, 2, 10, 3, 20, 4], [11]), asyncio.sleep(0))
+            record_call([9], [21])
+        return "done"
+
+    return agent
+
+
+def test_the_whole_workflow_is_aimed_at_by_default(collect, plan_and_write):
+    assert trained(collect(plan_and_write)) == [[10, 20, 11], [21]]
+
+
+def test_a_function_with_those_it_calls(collect, plan_and_write):
+    assert trained(collect(plan_and_write, target_functions=["planner"])) == [[10, 11]]
+    assert trained(collect(plan_and_write, target_functions=["writer"])) == [[20, 11], [21]]
+    assert trained(collect(plan_and_write, target_functions=["writer", "planner"])) == [[10, 20, 11], [21]]
+    assert trained(collect(plan_and_write, target_functions=["<workflow>", "planner"])) == [[10, 20, 11], [21]]
+
+
+def test_what_is_not_aimed_at_stays_as_context(collect, plan_and_write):
+    collection = collect(plan_and_write, target_functions=["planner"])
+    (row,) = collection.trajectories[0][0].sequences
+    assert row.tokens == [1, 2, 10, 3, 20, 4, 11]
+    assert row.completion_mask == [False, False, True, False, False, False, True]
+    assert row.sampler_logprobs == [0.0, 0.0, -1.0, 0.0, 0.0, 0.0, -1.0] == row.behavior_logprobs
+    assert row.policy_versions == [-1, -1, 0, -1, -1, -1, 0] and row.turns == [-1, -1, 0, -1, -1, -1, 2]
+    assert collection.metrics["untargeted_calls"] == 2
+
+
+def test_a_row_ends_with_its_last_trained_token(collect, record_call):
+    async def agent(example):
+        with named_function("planner"):
+            record_call([1, 2], [10])
+        record_call([1, 2, 10, 3], [20, 20, 20])
+
+    (row,) = collect(agent, target_functions=["planner"]).trajectories[0][0].sequences
+    assert row.tokens == [1, 2, 10]
+
+
+def test_one_of_several_models(collect, record_call):
+    async def agent(example):
+        record_call([1, 2], [10], llm="policy")
+        record_call([1, 2, 10, 3], [30], llm="judge")
+        record_call([1, 2, 10, 3, 30, 4], [11], llm="policy")
+
+    assert trained(collect(agent)) == [[30], [10, 11]]
+    assert trained(collect(agent, target_model="policy")) == [[10, 11]]
+    assert trained(collect(agent, target_model="judge")) == [[30]]
+    with pytest.raises(ConfigError, match=r"target_model: 'x' was not asked .*; asked: judge, policy"):
+        collect(agent, target_model="x")
+
+
+def test_a_failed_episode_has_a_reward_only_after_an_answer_that_is_trained(collect, record_call):
+    async def agent(example):
+        record_call([1, 2], [30], llm="opponent")
+        if episode().generation:
+            record_call([1, 2], [10], llm="policy")
+        raise ValueError("an answer that nobody can read")
+
+    collection = collect(agent, num_generations=2, failed_reward=-1.0, target_model="policy")
+    ((trajectory,),) = collection.trajectories
+    assert (trajectory.generation, trajectory.reward) == (1, -1.0)
+    assert collection.metrics.items() >= {"failed_episodes": 2, "penalized_episodes": 1}.items()
+
+
+def test_parallel_calls_retries_and_system_prompts_of_their_own_make_rows(collect, record_call):
+    async def branch(prompt, answer):
+        await asyncio.sleep(0)
+        record_call(prompt, answer, [{"role": "system", "content": f"you are {prompt}"}])
+
+    async def agent(example):
+        await asyncio.gather(*(branch([7, number], [10 + number]) for number in range(3)))
+        record_call([5, 5], [40])
+        record_call([5, 5], [41])  # the same prompt again: a retry
+        record_call([5, 5], [41])  # and the same answer
+
+    assert trained(collect(agent)) == [[40], [41], [41], [10], [11], [12]]
+
+
+def test_an_unknown_function_is_said_at_once(collect, plan_and_write):
+    with pytest.raises(ConfigError, match=r"no call was made in 'planer'; did you mean 'planner'\?"):
+        collect(plan_and_write, target_functions=["planer"])
+    with pytest.raises(ConfigError, match=r"in 'x'; functions that made calls: planner, writer"):
+        collect(plan_and_write, target_functions=["x"])
+
+
+def test_one_misspelt_among_several_is_said_too(collect, plan_and_write):
+    """But one that is just not called in a collection may be called in the next."""
+    with pytest.raises(ConfigError, match=r"no call was made in 'wirter'; did you mean 'writer'\?"):
+        collect(plan_and_write, target_functions=["planner", "wirter"])
+    assert trained(collect(plan_and_write, target_functions=["planner", "summary"])) == [[10, 11]]
+    assert trained(collect(plan_and_write, target_functions=["planner", "planner_2"])) == [[10, 11]]
+
+
+def test_workflows_without_calls_are_left_alone(collect):
+    async def silent(example):
+        return "done"
+
+    assert collect(silent, target_functions=["planner"]).trajectories[0][0].sequences == []
+
+
+def test_one_object_may_name_several_tasks_at_once():
+    named, seen = named_function("f"), []
+
+    async def task(delay):
+        with named:
+            await asyncio.sleep(delay)
+            seen.append(current_functions())
+
+    async def main():
+        await asyncio.gather(task(0.02), task(0.0), task(0.01))
+
+    asyncio.run(main())
+    assert seen == [("f",)] * 3
+
+
+def test_names_are_of_your_own():
+    for name in ("", "<workflow>"):
+        with pytest.raises(ValueError, match="wanted one of your own"):
+            named_function(name)
+    with pytest.raises(TypeError, match="is a generator"):
+
+        @named_function("f")
+        def generator():
+            yield 1
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_next_collection(make_items):
+    builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=1))
+
+    async def rollout_index(example):
+        return episode().rollout_index
+
+    async def main():
+        evaluation = Evaluation(rollout_index, {"reward": lambda item: item.output_obj}, "reward", 4, 0)
+        await builder.bind_evaluation(evaluation, make_items("a"))
+        builder.restore_state({"collections": 3})
+        await builder.start_run("run")
+        return await builder.finalize("run")
+
+    ((trajectory,),) = asyncio.run(main()).trajectories
+    assert trajectory.reward == 3.0 and builder.state() == {}
