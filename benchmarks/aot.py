@@ -28,7 +28,7 @@ from pydantic import BaseModel
 
 from aot_engine import EngineResults, measure_engine
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.components.programs import Programs, Run
+from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import AUTO_REMATS, Remat
@@ -72,7 +72,7 @@ class Case(NamedTuple):
         """The platform of the target: gpu or tpu."""
         return find_target(self.target).chip.platform
 
-    def run(self) -> Run:
+    def run(self) -> PlannedRun:
         """Return the configuration of the case.
 
         >>> CASES[0].run().adapter.microbatch_tokens  # 8 devices
@@ -90,7 +90,9 @@ class Case(NamedTuple):
         adapter = {"llm": "policy", "microbatch_tokens": self.rows * self.width * chips}
         if self.layers is not None:
             model = replace(model, num_layers=self.layers)
-        return Run(LocalPolicyConfig.model_validate(policy), LocalTrainerAdapterConfig.model_validate(adapter), model)
+        return PlannedRun(
+            LocalPolicyConfig.model_validate(policy), LocalTrainerAdapterConfig.model_validate(adapter), model
+        )
 
     def programs(self, remat: Remat) -> Programs:
         """Return the programs of the case, without its devices."""
@@ -188,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aot.py: {error}", file=sys.stderr)
         return 2
 
-    def compile_run(run: Run, target: Target, program: str, pool_bytes: int) -> Compiled:
+    def compile_run(run: PlannedRun, target: Target, program: str, pool_bytes: int) -> Compiled:
         size = f"{run.policy.preset}, {run.model.num_layers} layers, {run.policy.slots} slots"
         print(f"compiling {program} for {target.name}: {size}, remat {run.policy.remat}", file=sys.stderr, flush=True)
         return compiler.compile_program(interpreter, run, target, program, pool_bytes)

@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh
 from pydantic import BaseModel
 
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.components.programs import Programs, Run
+from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.sharding import AXES, device_bytes
 from jaxft.models.config import model_preset
@@ -50,7 +50,7 @@ WAITS = ("conditional", "while")
 Counts = Mapping[str, float]
 """Numbers of launches by label."""
 
-Compile = Callable[[Run, Target, str, int], Compiled]
+Compile = Callable[[PlannedRun, Target, str, int], Compiled]
 """Compiles a program of a run for a target; the number is the `pool_bytes` of `compile_program`."""
 
 
@@ -111,7 +111,7 @@ class EngineCase(NamedTuple):
             return Depths(2, 4)
         return Depths(4, model_preset(self.model).num_layers if self.model == "qwen3-0.6b" else 8)
 
-    def run(self, layers: int | None = None) -> Run:
+    def run(self, layers: int | None = None) -> PlannedRun:
         """Return the configuration of the case, by default with all layers of the model.
 
         >>> EngineCase("v5e-8", "qwen3-8b", 8).run(2).model.num_layers
@@ -129,7 +129,7 @@ class EngineCase(NamedTuple):
             **cache_fields(self.tokens),
         }
         adapter = {"llm": "policy", "microbatch_tokens": 4 * CONTEXT_TOKENS}
-        return Run(
+        return PlannedRun(
             LocalPolicyConfig.model_validate(policy),
             LocalTrainerAdapterConfig.model_validate(adapter),
             model if layers is None else replace(model, num_layers=layers),
@@ -269,12 +269,12 @@ def cache_fields(tokens: int | None) -> dict[str, int]:
     return {} if tokens is None else {"cache_tokens": tokens}
 
 
-def held_tokens(run: Run) -> int:
+def held_tokens(run: PlannedRun) -> int:
     """Return the tokens whose keys and values the engine has memory for."""
     return run.policy.cache_tokens or run.policy.slots * run.policy.max_context_tokens
 
 
-def programs_of(run: Run, target: Target) -> Programs:
+def programs_of(run: PlannedRun, target: Target) -> Programs:
     """Return the programs of a run, without devices."""
     mesh = run.policy.mesh
     sizes = (1, 1, 1) if mesh is None else (mesh.data, mesh.fsdp, mesh.tensor)

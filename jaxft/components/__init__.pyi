@@ -5,7 +5,7 @@ from .local_policy import (
 )
 from .programs import (
     Programs as Programs,
-    Run as Run,
+    PlannedRun as PlannedRun,
     mesh_of_devices as mesh_of_devices,
     mesh_shape as mesh_shape,
     planned_run as planned_run,

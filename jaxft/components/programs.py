@@ -34,7 +34,7 @@ from jaxft.training.learner import Learner, loses_kernel
 from jaxft.training.memory import sampling_bytes, training_bytes
 
 
-class Run(NamedTuple):
+class PlannedRun(NamedTuple):
     """The settings that the programs of a run follow from: policy, trainer adapter, and the shape of the model.
 
     `snapshots` are those of the policy, with the sizes that they have; they add memory, but no program. `teacher` has
@@ -46,7 +46,7 @@ class Run(NamedTuple):
     model: DecoderConfig
     snapshots: tuple[LocalPolicyConfig, ...] = ()
     max_staleness: int = 0
-    teacher: "Run | None" = None
+    teacher: "PlannedRun | None" = None
 
     @property
     def lora(self) -> LoraSpec | None:
@@ -59,7 +59,7 @@ class Run(NamedTuple):
         assert self.policy.remat != "auto"
         return self.policy.remat
 
-    def with_remat(self, remat: Remat) -> "Run":
+    def with_remat(self, remat: Remat) -> "PlannedRun":
         """Return the run with this checkpoint policy."""
         teacher = None if self.teacher is None else self.teacher.with_remat(remat)
         return self._replace(policy=self.policy.model_copy(update={"remat": remat}), teacher=teacher)
@@ -71,9 +71,9 @@ class Run(NamedTuple):
         return described | {"teacher": None if self.teacher is None else self.teacher.to_json()}
 
 
-def run_from_json(values: Mapping[str, Any]) -> Run:
+def run_from_json(values: Mapping[str, Any]) -> PlannedRun:
     """Invert `Run.to_json`."""
-    return Run(
+    return PlannedRun(
         LocalPolicyConfig.model_validate(values["policy"]),
         LocalTrainerAdapterConfig.model_validate(values["adapter"]),
         TypeAdapter(DecoderConfig).validate_python(values["model"]),
@@ -86,7 +86,7 @@ def plain(config: ComponentConfig) -> dict[str, Any]:
     return {name: value for name, value in config.model_dump(mode="json").items() if name != "_type"}
 
 
-def planned_run(config: Config) -> Run:
+def planned_run(config: Config) -> PlannedRun:
     """Return the settings that the programs of a configuration's training follow from.
 
     Raises:
@@ -114,8 +114,8 @@ def planned_run(config: Config) -> Run:
     if named is not None and not isinstance(named, LocalPolicyConfig):
         raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
     try:
-        teacher = None if named is None else Run(named, adapter, read_decoder_config(named))
-        return Run(policy, adapter, read_decoder_config(policy), snapshots, max_staleness, teacher)
+        teacher = None if named is None else PlannedRun(named, adapter, read_decoder_config(named))
+        return PlannedRun(policy, adapter, read_decoder_config(policy), snapshots, max_staleness, teacher)
     except (ValueError, OSError) as error:
         raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 
@@ -132,7 +132,7 @@ def mesh_shape(mesh: MeshConfig | None, devices: int) -> tuple[int, int, int]:
     return (1, 1, 1) if mesh is None else mesh_sizes(mesh.data, mesh.fsdp, mesh.tensor, devices)
 
 
-def mesh_of_devices(run: Run, devices: Sequence[Any]) -> Mesh:
+def mesh_of_devices(run: PlannedRun, devices: Sequence[Any]) -> Mesh:
     """Return the mesh of a run on these devices, of which it may leave some unused."""
     sizes = mesh_shape(run.policy.mesh, len(devices))
     return make_mesh(*sizes, devices=list(devices)[: math.prod(sizes)])
@@ -148,7 +148,7 @@ class Programs:
         runner: makes those of sampling.
     """
 
-    def __init__(self, run: Run, mesh: Mesh | AbstractMesh, device: Any) -> None:
+    def __init__(self, run: PlannedRun, mesh: Mesh | AbstractMesh, device: Any) -> None:
         """Make model and learner.
 
         Args:
@@ -244,7 +244,7 @@ class Programs:
         return device_bytes(None, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "int8"), self.params))
 
 
-def _model(run: Run, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding, Model, Params]:
+def _model(run: PlannedRun, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding, Model, Params]:
     """Return sharding and model of a run's policy on a mesh, and the shapes of its parameters with their shardings."""
     dtype, compute_dtype = resolve_dtypes(run.policy, platform)
     sharding = sharding_for(run.model, mesh)
@@ -252,7 +252,7 @@ def _model(run: Run, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding
     return sharding, model, sharding.place(_shapes(run, jnp.dtype(dtype)))
 
 
-def _shapes(run: Run, dtype: Any) -> Params:
+def _shapes(run: PlannedRun, dtype: Any) -> Params:
     """Return the shapes of the parameters; adapters are float32."""
     params = parameter_shapes(run.model, run.lora)
     base = params.get(BASE, params)

@@ -16,7 +16,7 @@ from jaxft.errors import DatasetError, did_you_mean, one_line
 from jaxft.files import finite_number, unique_keys
 from jaxft.harness.config_types import PathOrName
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.datasets import READERS, FileDatasetConfig, Row, RowDatasetConfig, file_dataset, row_items
+from jaxft.harness.datasets import READERS, DatasetRow, FileDatasetConfig, RowDatasetConfig, file_dataset, row_items
 from jaxft.harness.registry import REGISTRY, DatasetConfig, register_dataset_loader
 
 
@@ -38,7 +38,7 @@ class HuggingFaceDatasetConfig(RowDatasetConfig, name="huggingface"):
     )
 
 
-def read_parquet(path: Path) -> Iterator[Row]:
+def read_parquet(path: Path) -> Iterator[DatasetRow]:
     """Read the rows of a parquet file.
 
     Raises:
@@ -69,7 +69,7 @@ async def huggingface(config: HuggingFaceDatasetConfig, builder: Any) -> AsyncIt
     yield row_items(config, read_hub(config), _source(config))
 
 
-def read_hub(config: HuggingFaceDatasetConfig) -> Iterator[Row]:
+def read_hub(config: HuggingFaceDatasetConfig) -> Iterator[DatasetRow]:
     """Read the rows of a Hugging Face dataset.
 
     Raises:
@@ -117,7 +117,7 @@ def _source(config: HuggingFaceDatasetConfig) -> str:
     return f"{config.path}[{config.split}]"
 
 
-def table_rows(table: Any, source: str, types: Any) -> Iterator[Row]:
+def table_rows(table: Any, source: str, types: Any) -> Iterator[DatasetRow]:
     """Read the rows of an arrow table; their places are source:row N.
 
     Args:
@@ -141,7 +141,7 @@ def table_rows(table: Any, source: str, types: Any) -> Iterator[Row]:
                 raise DatasetError(f"{source}:row {number}: column '{name}': not UTF-8") from None
             except ValueError as error:
                 raise DatasetError(f"{source}:row {number}: column '{name}': {error}") from None
-        yield Row(f"{source}:row {number}", fields)
+        yield DatasetRow(f"{source}:row {number}", fields)
 
 
 def _plain(value: Any, kind: Any, types: Any) -> Any:

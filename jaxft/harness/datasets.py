@@ -80,14 +80,14 @@ def dataset_for_file(path: str | Path) -> dict[str, str]:
     return {"_type": TYPES[suffix], "file_path": str(path)}
 
 
-class Row(NamedTuple):
+class DatasetRow(NamedTuple):
     """A row of a dataset and its position, file:line."""
 
     place: str
     fields: dict[str, Any]
 
 
-def read_jsonl(path: Path) -> Iterator[Row]:
+def read_jsonl(path: Path) -> Iterator[DatasetRow]:
     """Read the rows of a JSONL file: UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
 
     Raises:
@@ -97,20 +97,20 @@ def read_jsonl(path: Path) -> Iterator[Row]:
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
             place = f"{path}:{number}"
-            yield Row(place, _object(_parse_json(line, path, number), place))
+            yield DatasetRow(place, _object(_parse_json(line, path, number), place))
 
 
-def read_json(path: Path) -> Iterator[Row]:
+def read_json(path: Path) -> Iterator[DatasetRow]:
     """Read the rows of a JSON file, one list of objects; encoding and errors are those of `read_jsonl`."""
     values = _parse_json(_text(path), path)
     if not isinstance(values, list):
         raise DatasetError(f"{path}:1: wants a list of objects: [{{...}}, ...]")
     for number, value in enumerate(values, start=1):
         place = f"{path}:row {number}"
-        yield Row(place, _object(value, place))
+        yield DatasetRow(place, _object(value, place))
 
 
-def read_csv(path: Path) -> Iterator[Row]:
+def read_csv(path: Path) -> Iterator[DatasetRow]:
     """Read the rows of a CSV file: UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
 
     A field in double quotes may contain delimiters, line breaks and doubled quotes. Blank lines are skipped.
@@ -135,7 +135,7 @@ def read_csv(path: Path) -> Iterator[Row]:
                 f"{path}:{line}: {len(fields)} fields under a header of {len(header)}: "
                 f"put a field that holds {delimiter!r} or a line break in double quotes"
             )
-        yield Row(f"{path}:{line}", dict(zip(header, fields, strict=True)))
+        yield DatasetRow(f"{path}:{line}", dict(zip(header, fields, strict=True)))
 
 
 CSV_FAULTS = {
@@ -166,7 +166,7 @@ def _csv_rows(path: Path, delimiter: str) -> list[tuple[int, list[str]]]:
     return rows
 
 
-READERS: dict[type[FileDatasetConfig], Callable[[Path], Iterator[Row]]] = {
+READERS: dict[type[FileDatasetConfig], Callable[[Path], Iterator[DatasetRow]]] = {
     JsonlDatasetConfig: read_jsonl,
     JsonDatasetConfig: read_json,
     CsvDatasetConfig: read_csv,
@@ -193,7 +193,7 @@ def load_jsonl(path: Path) -> list[EvalInputItem]:
     return file_items(JsonlDatasetConfig(file_path=path))
 
 
-def row_items(config: RowDatasetConfig, rows: Iterable[Row], source: str) -> list[EvalInputItem]:
+def row_items(config: RowDatasetConfig, rows: Iterable[DatasetRow], source: str) -> list[EvalInputItem]:
     """Convert rows to examples.
 
     Args:
@@ -243,7 +243,7 @@ def checked_items(items: Any, source: str) -> list[EvalInputItem]:
     return items
 
 
-def _id(row: Row, key: str) -> str:
+def _id(row: DatasetRow, key: str) -> str:
     value = _field(row, key)
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise DatasetError(f"{row.place}: '{key}' must be a text or an integer, holds {json.dumps(value)[:50]}")
@@ -253,7 +253,7 @@ def _id(row: Row, key: str) -> str:
 NO_ANSWERS = ": name the one with the answer in structure.answer_key, or set structure.answer_key: null for none"
 
 
-def _field(row: Row, key: str, way_out: str = "") -> Any:
+def _field(row: DatasetRow, key: str, way_out: str = "") -> Any:
     if key not in row.fields:
         present = ", ".join(row.fields) or "none"
         raise DatasetError(f"{row.place}: no field '{key}'; fields there: {present}{way_out}")

@@ -184,14 +184,14 @@ class BoundEvaluator:
     timeout_seconds: float | None = None
 
 
-class Scored(NamedTuple):
+class EpisodeScore(NamedTuple):
     """The score that an evaluator gave one episode, and its reasoning or None."""
 
     score: Score
     reasoning: Any
 
 
-class Scores(NamedTuple):
+class ScoresByEvaluator(NamedTuple):
     """Scores and reasonings of one episode by evaluator; error and traceback of the first evaluator that failed."""
 
     scores: dict[str, Score]
@@ -202,7 +202,7 @@ class Scores(NamedTuple):
 
 async def run_evaluators(
     evaluators: Mapping[str, BoundEvaluator], items: Sequence[EvalInputItem], supervisor: Supervisor
-) -> list[Scores]:
+) -> list[ScoresByEvaluator]:
     """Run evaluators one after the other on all items; the first that fails on an item ends its evaluation.
 
     Args:
@@ -210,7 +210,7 @@ async def run_evaluators(
         items: finished episodes of one example, at least one.
         supervisor: runs the evaluators.
     """
-    scores = [Scores({}, {}) for _ in items]
+    scores = [ScoresByEvaluator({}, {}) for _ in items]
     for name, evaluator in evaluators.items():
         left = [index for index, known in enumerate(scores) if known.error is None]
         if not left:
@@ -243,7 +243,7 @@ def to_scalar(score: Score) -> float | None:
 
 async def _scores(
     name: str, evaluator: BoundEvaluator, items: Sequence[EvalInputItem], supervisor: Supervisor
-) -> list[Scored | UserCodeError]:
+) -> list[EpisodeScore | UserCodeError]:
     """Return score and reasoning (or None) of each item, or the error of that item alone."""
     given = await supervisor.run(
         evaluator.function,
@@ -256,7 +256,7 @@ async def _scores(
     return scored_values(given, items, is_group=evaluator.is_group)
 
 
-def scored_values(given: Any, items: Sequence[EvalInputItem], *, is_group: bool) -> list[Scored | UserCodeError]:
+def scored_values(given: Any, items: Sequence[EvalInputItem], *, is_group: bool) -> list[EpisodeScore | UserCodeError]:
     """Return the scores in what an evaluator returned for an item or a group, or the error of a wrong value alone.
 
     Raises:
@@ -275,7 +275,7 @@ def scored_values(given: Any, items: Sequence[EvalInputItem], *, is_group: bool)
     return [_scored_alone(value, example_id) for value in given]
 
 
-def _scored_alone(value: Any, example_id: str) -> Scored | UserCodeError:
+def _scored_alone(value: Any, example_id: str) -> EpisodeScore | UserCodeError:
     """Return `_read_score`, or the error of this episode: one that the evaluator returned, or of a wrong value."""
     try:
         with user_code():
@@ -286,19 +286,19 @@ def _scored_alone(value: Any, example_id: str) -> Scored | UserCodeError:
         return failure
 
 
-def _read_score(value: Any, example_id: str) -> Scored:
+def _read_score(value: Any, example_id: str) -> EpisodeScore:
     """Return score and reasoning from the value that an evaluator returned for one episode."""
-    if isinstance(value, Scored):  # that of a worker
+    if isinstance(value, EpisodeScore):  # that of a worker
         return value
     # An item of the toolkit as a plain dict. If `reasoning` is a number, the dict holds two named scores instead.
     if isinstance(value, Mapping) and {"score", "reasoning"} <= value.keys() and not is_number(value["reasoning"]):
         value = EvalOutputItem.model_validate({**value, "id": example_id})
     if not isinstance(value, EvalOutputItem):
-        return Scored(_score(value, example_id), None)
+        return EpisodeScore(_score(value, example_id), None)
     if value.error is not None:
         raise RuntimeError(value.error)
     score = value.score if value.named_scores is None else value.named_scores
-    return Scored(_score(score, example_id), _as_json(value.reasoning))
+    return EpisodeScore(_score(score, example_id), _as_json(value.reasoning))
 
 
 def _as_json(reasoning: Any) -> Any:

@@ -27,7 +27,7 @@ from jaxft.errors import ComponentError, PolicyError, WorkerError
 from jaxft.harness import worker_processes as processes
 from jaxft.harness import worker_protocol as protocol
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.evaluators import Scored
+from jaxft.harness.evaluators import EpisodeScore
 from jaxft.harness.registry import locate_module
 from jaxft.harness.supervision import is_library
 from jaxft.harness.worker_protocol import Message, to_line
@@ -109,7 +109,8 @@ class WorkerPool:
             if name is None:
                 return result
             scores = [
-                protocol.read_failure(each["error"]) if isinstance(each, dict) else Scored(*each) for each in result
+                protocol.read_failure(each["error"]) if isinstance(each, dict) else EpisodeScore(*each)
+                for each in result
             ]
             return scores if isinstance(argument, list) else scores[0]
 

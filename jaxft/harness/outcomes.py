@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from jaxft.errors import HostsError, PolicyError, one_line
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.evaluators import Score, Scores
+from jaxft.harness.evaluators import Score, ScoresByEvaluator
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.hosts.group import ProcessGroup, process_group
 from jaxft.rollout.calls import Call, RemoteCall
@@ -62,7 +62,7 @@ class EpisodeOutcome:
         """Index of this episode among those of its example, from 0."""
         return self.episode.generation
 
-    def scored(self, scores: Scores, seconds: float) -> "EpisodeOutcome":
+    def scored(self, scores: ScoresByEvaluator, seconds: float) -> "EpisodeOutcome":
         """Return the outcome with further scores, and the seconds that the evaluators took."""
         return replace(
             self,

@@ -38,7 +38,7 @@ from jaxft.harness.registry import REGISTRY
 from jaxft.harness.session import config_file, resume_command
 from jaxft.harness.signals import Shutdown
 from jaxft.harness.verbs import OptionParser, installed_verbs, processes_arguments, processes_options
-from jaxft.hosts.start import LAUNCHER, Place, find_place, join, leave
+from jaxft.hosts.start import LAUNCHER, ProcessPlace, find_place, join, leave
 from jaxft.runs.console import Console, LogHandler, program_console
 from jaxft.runs.environment import masked_command, version
 
@@ -240,7 +240,7 @@ def run_main(
 
 
 def run_until_signalled(
-    main: Callable[[], Awaitable[T]], shutdown: Shutdown, *, computes: bool = True, place: Place | None = None
+    main: Callable[[], Awaitable[T]], shutdown: Shutdown, *, computes: bool = True, place: ProcessPlace | None = None
 ) -> T:
     """Run an asynchronous main, which SIGINT and SIGTERM stop, and return its result; options as in `run_main`.
 

@@ -46,7 +46,7 @@ MEETING_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """The place of this process among several.
 
     Attributes:
@@ -62,7 +62,9 @@ class Place:
     local_device_ids: tuple[int, ...] | None = None
 
 
-def find_place(options: Mapping[str, str | int | None], environment: Mapping[str, str] = os.environ) -> Place | None:
+def find_place(
+    options: Mapping[str, str | int | None], environment: Mapping[str, str] = os.environ
+) -> ProcessPlace | None:
     """Return the place of this process; None if it is the only one.
 
     Args:
@@ -74,7 +76,7 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
         HostsError: some of the three are missing, or no numbers; or the cluster does not say where process 0 is.
 
     >>> find_place({"coordinator": "10.0.0.1:1234", "num_processes": 4, "process_id": 3}, {})
-    Place(coordinator='10.0.0.1:1234', num_processes=4, process_id=3, local_device_ids=None)
+    ProcessPlace(coordinator='10.0.0.1:1234', num_processes=4, process_id=3, local_device_ids=None)
     >>> find_place({}, {"SLURM_STEP_NUM_TASKS": "1"}) is None
     True
     """
@@ -90,7 +92,7 @@ def find_place(options: Mapping[str, str | int | None], environment: Mapping[str
             raise HostsError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing: give all three")
         if _number(given, "num_processes") == 1:
             return None
-        return Place(str(given["coordinator"]), _number(given, "num_processes"), _number(given, "process_id"))
+        return ProcessPlace(str(given["coordinator"]), _number(given, "num_processes"), _number(given, "process_id"))
     cluster = _cluster(environment)
     return None if cluster is None else _place_in(cluster, environment)
 
@@ -132,7 +134,7 @@ def is_alone(environment: Mapping[str, str]) -> bool:
     return tasks is not None and tasks == environment.get("SLURM_STEP_NUM_NODES")
 
 
-def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
+def _place_in(cluster: str, environment: Mapping[str, str]) -> ProcessPlace | None:
     """Ask JAX, which knows these clusters, for the place of this process."""
     from jax._src.clusters import ClusterEnv  # there is no public name; `jax.distributed.initialize` asks it, too
 
@@ -153,10 +155,10 @@ def _place_in(cluster: str, environment: Mapping[str, str]) -> Place | None:
         return None
     # JAX takes a device for each process of a machine.
     own = None if local is None or is_alone(environment) else tuple(local)
-    return Place(coordinator, num_processes, process_id, own)
+    return ProcessPlace(coordinator, num_processes, process_id, own)
 
 
-def join(place: Place, about: Mapping[str, str], on_loss: Callable[[int], object]) -> Store:
+def join(place: ProcessPlace, about: Mapping[str, str], on_loss: Callable[[int], object]) -> Store:
     """Meet the other processes, make JAX know their devices, and return what connects all; `process_group` uses it.
 
     Call it before JAX counts its devices.

@@ -27,7 +27,7 @@ from jaxft.errors import ConfigError, Stopped
 from jaxft.harness import Shutdown, resume_command
 from jaxft.nat.foreign import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
 from jaxft.nat.live import toolkit_episodes
-from jaxft.nat.run import Run, open_parts, open_run, open_run_or_none
+from jaxft.nat.run import ToolkitRun, open_parts, open_run, open_run_or_none
 from jaxft.nat.workflow import Output, read_dataset
 
 UNINITIALIZED = "not initialized: call initialize(run_config) first"
@@ -35,7 +35,7 @@ DEFAULT_FOLDER = Path("./.tmp/nat/finetuning")
 """Folder of the files of progress without an `output_dir`, as for the toolkit's own parts."""
 
 
-async def _find_run(run_config: FinetuneConfig | None) -> Run:
+async def _find_run(run_config: FinetuneConfig | None) -> ToolkitRun:
     """Return the open run, opened for jaxft's parts alone if the trainer is a foreign one."""
     if run_config is None:
         raise RuntimeError(UNINITIALIZED)

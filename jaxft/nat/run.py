@@ -51,7 +51,7 @@ FOLDER = "jaxft"
 
 
 @dataclass
-class Run:
+class ToolkitRun:
     """The open run.
 
     Attributes:
@@ -65,10 +65,10 @@ class Run:
     session: Session
 
 
-_run: Run | None = None
+_run: ToolkitRun | None = None
 
 
-def open_run_or_none() -> Run | None:
+def open_run_or_none() -> ToolkitRun | None:
     """Return the run that is open; None if there is none."""
     return _run
 
@@ -80,7 +80,7 @@ async def open_run(
     trainer: BaseModel | None = None,
     trajectory_builder: Any = None,
     trainer_adapter: Any = None,
-) -> AsyncIterator[Run]:
+) -> AsyncIterator[ToolkitRun]:
     """Open the run of jaxft for a run of the toolkit, until the block ends.
 
     Args:
@@ -132,7 +132,7 @@ async def open_run(
         if config.eval.validation is not None and options.validation_config_file is not None:
             file = options.validation_config_file
             session.builder.validation = _validation_config(config, file, options.result_json_path)
-        _run = Run(toolkit, options, session)
+        _run = ToolkitRun(toolkit, options, session)
         try:
             yield _run
         except asyncio.CancelledError:
@@ -146,7 +146,7 @@ async def open_run(
             session.write_result({"model": None if model is None else str(model.relative_to(session.directory.path))})
 
 
-async def open_parts(run_config: ToolkitFinetuneConfig) -> Run:
+async def open_parts(run_config: ToolkitFinetuneConfig) -> ToolkitRun:
     """Open the run of jaxft's parts under a foreign trainer, until the event loop ends, if none is open yet."""
     async with _lock():
         if _run is not None:

@@ -25,7 +25,7 @@ from jax._src.cudnn import fused_attention_stablehlo  # there is no public way t
 from jax.experimental import topologies
 from pydantic import TypeAdapter
 
-from jaxft.components import Programs, Run, mesh_of_devices, run_from_json
+from jaxft.components import PlannedRun, Programs, mesh_of_devices, run_from_json
 from jaxft.models import compute_capability
 from jaxft.planning.hlo import CACHED_BYTES, Loop, Program, read
 from jaxft.planning.targets import Target, find_target
@@ -150,7 +150,7 @@ def default_interpreter() -> Path:
     return cache_folder / "jaxft" / "compilers" / "bin" / "python"
 
 
-def compile_program(interpreter: Path, run: Run, target: Target, program: str, pool_bytes: int = 0) -> Compiled:
+def compile_program(interpreter: Path, run: PlannedRun, target: Target, program: str, pool_bytes: int = 0) -> Compiled:
     """Compile one program in a process of the interpreter.
 
     Args:

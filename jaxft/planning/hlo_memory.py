@@ -28,7 +28,7 @@ Value: TypeAlias = tuple[str, int]
 """A result of an instruction: the name and the place among its results."""
 
 
-class Written(NamedTuple):
+class WrittenResult(NamedTuple):
     """A result that an instruction writes, its place among the results, and how many bytes are written."""
 
     place: int
@@ -50,12 +50,12 @@ def read_bytes(module: Module, at: Computation, instruction: Instruction) -> lis
     return [_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True)]
 
 
-def written(module: Module, at: Computation, instruction: Instruction) -> list[Written]:
+def written(module: Module, at: Computation, instruction: Instruction) -> list[WrittenResult]:
     """Return the results that an instruction writes; a fusion may pass others on."""
     if instruction.work != "fusion":
         update = _update(at, instruction)
         arrays = enumerate(instruction.results)
-        found = [Written(place, array, min(array.device_bytes, update or array.bytes)) for place, array in arrays]
+        found = [WrittenResult(place, array, min(array.device_bytes, update or array.bytes)) for place, array in arrays]
         if instruction.target.startswith(("__cublas$", "__cudnn$")) and len(found) > 1:
             found[-1] = found[-1]._replace(bytes=0)  # the workspace
         return found
@@ -68,9 +68,9 @@ def written(module: Module, at: Computation, instruction: Instruction) -> list[W
         while more := _update(inner, maker):
             maker, update = inner.source(maker.operands[0]), update + more
         if update and maker.opcode == "parameter":
-            found.append(Written(place, array, min(array.device_bytes, update)))
+            found.append(WrittenResult(place, array, min(array.device_bytes, update)))
         elif (() if isinstance(instruction.type, Array) else (place,)) not in kept:
-            found.append(Written(place, array, array.device_bytes))
+            found.append(WrittenResult(place, array, array.device_bytes))
     return found
 
 

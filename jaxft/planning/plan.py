@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from jaxft import Config, load_config
-from jaxft.components import Programs, Run, mesh_shape, planned_run, resolve_dtypes
+from jaxft.components import PlannedRun, Programs, mesh_shape, planned_run, resolve_dtypes
 from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import run_main
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    run: Run, target: Target, interpreter: Path | None, show: Callable[[str], object] = lambda line: None
+    run: PlannedRun, target: Target, interpreter: Path | None, show: Callable[[str], object] = lambda line: None
 ) -> Plan:
     """Plan a run for a target.
 
@@ -190,7 +190,7 @@ def estimate_sampling(programs: Programs) -> int:
     )
 
 
-def remats(run: Run) -> tuple[Remat, ...]:
+def remats(run: PlannedRun) -> tuple[Remat, ...]:
     """Return the checkpoint policies to try, the fastest first."""
     return AUTO_REMATS if run.policy.remat == "auto" else (run.policy.remat,)
 
@@ -264,7 +264,7 @@ def plan(config: Config, target_name: str, interpreter: Path | None, show: Calla
         raise CheckFailed(f"does not fit: {'; '.join(advice(made, run))}")
 
 
-def lines(made: Plan, run: Run) -> Iterator[str]:
+def lines(made: Plan, run: PlannedRun) -> Iterator[str]:
     """Yield the text of a plan."""
     chip, is_estimated = made.target.chip, not made.versions
     mark = "estimated" if is_estimated else "compiled with " + ", ".join(f"{k} {v}" for k, v in made.versions.items())
@@ -305,7 +305,7 @@ def lines(made: Plan, run: Run) -> Iterator[str]:
         yield f"fits: {peak(made.memory) / made.limit:.0%} of {made.limit / GIB:.2f} GiB of a chip, at the peak"
 
 
-def _message_lines(made: Plan, run: Run) -> Iterator[str]:
+def _message_lines(made: Plan, run: PlannedRun) -> Iterator[str]:
     """Yield what a chip receives of others, by the sharding rules, and what that takes at least."""
     chip, (data, fsdp, _) = made.target.chip, made.mesh
     dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
@@ -328,7 +328,7 @@ def _message_lines(made: Plan, run: Run) -> Iterator[str]:
         )
 
 
-def _program_lines(made: Plan, run: Run, name: str, program: Compiled) -> Iterator[str]:
+def _program_lines(made: Plan, run: PlannedRun, name: str, program: Compiled) -> Iterator[str]:
     flops = program.flops + (made.kernel_flops if name == "gradient" else 0)
     seconds = least_seconds(made.target, program, flops)
     limit = max(seconds, key=lambda resource: seconds[resource])
@@ -373,7 +373,7 @@ def least_seconds(target: Target, program: Compiled, flops: int) -> dict[str, fl
     return seconds | ({"links": links} if links else {})
 
 
-def advice(made: Plan, run: Run) -> list[str]:
+def advice(made: Plan, run: PlannedRun) -> list[str]:
     """Return the changes that make the largest phase smaller, those that cost least first, with the worth of each."""
     llm, policy = f"llms.{run.adapter.llm}", run.policy
     totals = {phase: sum(sizes.values()) for phase, sizes in phases(made.memory).items()}

@@ -37,7 +37,7 @@ COVERAGE = {2: 51, 3: 75, 4: 80, 5: 83, 10: 90, 20: 93}
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """A figure of a group.
 
     Attributes:
@@ -81,7 +81,7 @@ class Comparison:
 
     groups: tuple[RunGroup, ...]
     differences: tuple[Difference, ...]
-    figures: dict[str, tuple[Estimate | None, ...]]
+    figures: dict[str, tuple[MeanEstimate | None, ...]]
     improvements: tuple[Improvement, ...]
     last_epochs: int
     left_out: tuple[LeftOut, ...]
@@ -165,9 +165,9 @@ def _run_json(run: ComparedRun, last_epochs: int) -> dict[str, Any]:
     }
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate(values: Sequence[float]) -> MeanEstimate:
     """Return the figure of a group from those of its runs; at least one."""
-    return Estimate(
+    return MeanEstimate(
         values=tuple(values),
         mean=math.fsum(values) / len(values),
         interval=mean_interval(values),
@@ -192,17 +192,17 @@ def _last_epochs(runs: Sequence[ComparedRun]) -> int:
     return default_last_epochs(min(lengths or [len(run.rewards) for run in runs if run.rewards] or [0]))
 
 
-def _figures(groups: Sequence[RunGroup], last_epochs: int) -> dict[str, tuple[Estimate | None, ...]]:
+def _figures(groups: Sequence[RunGroup], last_epochs: int) -> dict[str, tuple[MeanEstimate | None, ...]]:
     of_runs = [[run.figures(last_epochs) for run in group.finished] for group in groups]
     names = dict.fromkeys(name for group in of_runs for figures in group for name in figures)
-    found: dict[str, tuple[Estimate | None, ...]] = {}
+    found: dict[str, tuple[MeanEstimate | None, ...]] = {}
     for name in names:
         values = [[figures[name] for figures in group if name in figures] for group in of_runs]
         found[name] = tuple(estimate(each) if each else None for each in values)
     return found
 
 
-def _improvements(groups: Sequence[RunGroup], rewards: Sequence[Estimate | None]) -> tuple[Improvement, ...]:
+def _improvements(groups: Sequence[RunGroup], rewards: Sequence[MeanEstimate | None]) -> tuple[Improvement, ...]:
     known = [(group.name, reward) for group, reward in zip(groups, rewards, strict=False) if reward is not None]
     best = max(known, key=lambda each: each[1].mean, default=None)
     pairs = [(one, other) for at, one in enumerate(known) for other in known[at + 1 :]]
@@ -218,7 +218,7 @@ def _improvements(groups: Sequence[RunGroup], rewards: Sequence[Estimate | None]
 
 
 def _notes(
-    groups: Sequence[RunGroup], figures: dict[str, tuple[Estimate | None, ...]], last_epochs: int
+    groups: Sequence[RunGroup], figures: dict[str, tuple[MeanEstimate | None, ...]], last_epochs: int
 ) -> Iterable[str]:
     for group in groups:
         for run in group.runs:
@@ -262,7 +262,7 @@ def _notes_on_seeds(groups: Sequence[RunGroup]) -> Iterable[str]:
         yield "the groups have no seed in common; the intervals do not need it"
 
 
-def _notes_on_separation(groups: Sequence[RunGroup], rewards: Sequence[Estimate | None]) -> Iterable[str]:
+def _notes_on_separation(groups: Sequence[RunGroup], rewards: Sequence[MeanEstimate | None]) -> Iterable[str]:
     """Yield the chance of two groups that do not overlap, of which the bootstrap has no interval."""
     if len(groups) != 2 or len(rewards) != 2 or rewards[0] is None or rewards[1] is None:
         return

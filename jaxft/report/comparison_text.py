@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from jaxft.report.comparison import Comparison, Estimate
+from jaxft.report.comparison import Comparison, MeanEstimate
 from jaxft.report.intervals import RESAMPLES, Interval
 from jaxft.report.pages import number
 
@@ -89,7 +89,7 @@ def figure_rows(comparison: Comparison) -> list[list[str]]:
     return rows
 
 
-def cell(estimate: Estimate | None) -> str:
+def cell(estimate: MeanEstimate | None) -> str:
     """Return the mean with its interval; a dash where no run has the figure."""
     return "–" if estimate is None else with_interval(estimate.mean, estimate.interval)
 

@@ -7,7 +7,7 @@ from markupsafe import Markup
 
 from jaxft.report.charts import MAX_POINTS, WIDE, Band, Line, Value, is_finite, line_chart, share_chart, stacked_chart
 from jaxft.report.pages import byte_count, duration, number
-from jaxft.report.samples import Place, questions
+from jaxft.report.samples import EpisodePlace, questions
 from jaxft.runs import NAMED_REWARD, Row, RunRecords
 
 IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -137,7 +137,7 @@ def _varies(rows: Sequence[Row], name: str) -> bool:
     return len({row[name] for row in rows if is_finite(row.get(name))}) > 1 or len(rows) == 1
 
 
-def validation(run: RunRecords, places: Sequence[Place]) -> dict[str, Any] | None:
+def validation(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any] | None:
     """Return charts and tables of curriculum and validation; None for a run that has neither."""
     has_curriculum = bool(((run.config.get("finetuning") or {}).get("curriculum_learning") or {}).get("enabled"))
     if not run.validations and not has_curriculum:

@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from jaxft.report.charts import bucket, shortened
 from jaxft.report.pages import number, render, visible
-from jaxft.report.samples import Place, first_question, read_episodes, spread
+from jaxft.report.samples import EpisodePlace, first_question, read_episodes, spread
 from jaxft.runs import PAIRS_FILE, Row, unreadable
 
 BLOCK = 50
@@ -100,7 +100,7 @@ class Archive(NamedTuple):
         return sum(map(len, self.entries))
 
 
-def make_archive(places: Sequence[Place], *, max_episodes: int, max_bytes: int = MAX_BYTES) -> Archive:
+def make_archive(places: Sequence[EpisodePlace], *, max_episodes: int, max_bytes: int = MAX_BYTES) -> Archive:
     """Read episodes and return them as an archive.
 
     Args:
@@ -143,7 +143,7 @@ def make_archive(places: Sequence[Place], *, max_episodes: int, max_bytes: int =
     return Archive(blocks, entries, Markup("".join(first)), scales, len(places), num_pairs)
 
 
-def _episodes(places: Sequence[Place], scales: Scales) -> Iterator[tuple[str, Entry]]:
+def _episodes(places: Sequence[EpisodePlace], scales: Scales) -> Iterator[tuple[str, Entry]]:
     for place, row in zip(places, read_episodes(places), strict=True):
         kind = "p" if place.file.match(f"*/{PAIRS_FILE}") else "e"
         try:

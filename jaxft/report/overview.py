@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxft.report.charts import is_finite
 from jaxft.report.pages import duration, number, setting
-from jaxft.report.samples import Place, read_episodes
+from jaxft.report.samples import EpisodePlace, read_episodes
 from jaxft.runs import NAMED_REWARD, Row, RunRecords, reward_figures
 
 MAX_ROWS = 30
@@ -136,7 +136,7 @@ def configuration(run: RunRecords) -> dict[str, Any]:
     }
 
 
-def faults(run: RunRecords, places: Sequence[Place]) -> dict[str, Any]:
+def faults(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any]:
     """Return failed episodes, updates that were not made, warnings, and the end of the log."""
     failed = [place for place in places if place.is_failure]
     reports = [(row.get("epoch"), str(row.get("failure", ""))) for row in read_episodes(failed[:MAX_ROWS])]

@@ -28,7 +28,7 @@ from jaxft.runs import SAMPLES_FILE, Console, RunRecords, read_run
 REPORT_FILE = "report.html"
 
 
-class Written(NamedTuple):
+class WrittenReport(NamedTuple):
     """A report that was written: its file, its size, and how many episodes it shows of those that the run has kept."""
 
     path: Path
@@ -64,7 +64,7 @@ def write_report(
     *,
     max_episodes: int = MAX_EPISODES,
     refresh_seconds: float | None = None,
-) -> Written:
+) -> WrittenReport:
     """Write the report of a run.
 
     Args:
@@ -85,7 +85,7 @@ def write_report(
         replace_file(path, content)
     except OSError as error:
         raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
-    return Written(path, len(content), archive.num_shown, archive.num_found, records.state)
+    return WrittenReport(path, len(content), archive.num_shown, archive.num_found, records.state)
 
 
 def report_html(
@@ -124,7 +124,7 @@ async def watch(
     *,
     seconds: float = WATCH_SECONDS,
     max_episodes: int = MAX_EPISODES,
-) -> Written:
+) -> WrittenReport:
     """Write the report of a run again and again until the run ends; when it is cancelled, a last time.
 
     A file that cannot be read is an error at first. Later it is shown and tried again, as the run may be overwritten.

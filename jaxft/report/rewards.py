@@ -10,7 +10,7 @@ from markupsafe import Markup
 from jaxft.report.charts import Value, heat_map, is_finite, shortened
 from jaxft.report.curves import MAX_EXAMPLES, MAX_QUESTION
 from jaxft.report.pages import number
-from jaxft.report.samples import Place, questions
+from jaxft.report.samples import EpisodePlace, questions
 from jaxft.runs import RunRecords
 
 Rewards = dict[str, list[Value]]
@@ -22,7 +22,7 @@ MAX_VALUES = 12
 """Largest number of different rewards that have a row each in the distribution; more are put into as many ranges."""
 
 
-def rewards(run: RunRecords, places: Sequence[Place]) -> dict[str, Any] | None:
+def rewards(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any] | None:
     """Return the charts of single episodes' rewards, or the table `hardest`; None if the run keeps no such rewards."""
     by_epoch = _rewards_by_epoch(run, places)
     if not by_epoch:
@@ -45,7 +45,7 @@ def rewards(run: RunRecords, places: Sequence[Place]) -> dict[str, Any] | None:
     }
 
 
-def _rewards_by_epoch(run: RunRecords, places: Sequence[Place]) -> dict[int, Rewards]:
+def _rewards_by_epoch(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[int, Rewards]:
     """Return the rewards of each example by epoch; of a run without their file, those of episodes if it keeps all."""
     if run.episode_rewards:
         return {row["epoch"]: row["rewards"] for row in run.episode_rewards}
@@ -105,7 +105,7 @@ def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]
     )
 
 
-def _by_example(means: Rewards, columns: Sequence[Sequence[int]], places: Sequence[Place]) -> Markup:
+def _by_example(means: Rewards, columns: Sequence[Sequence[int]], places: Sequence[EpisodePlace]) -> Markup:
     """Return the mean reward of each example over the epochs, the hardest examples on top."""
     # Hard is what still fails: the last quarter of the epochs in which the example was seen.
     late = {example: [value for value in row if value is not None] for example, row in means.items()}
@@ -135,7 +135,7 @@ def _by_example(means: Rewards, columns: Sequence[Sequence[int]], places: Sequen
     )
 
 
-def _hardest_of_late_epochs(by_epoch: dict[int, Rewards], places: Sequence[Place]) -> dict[str, Any]:
+def _hardest_of_late_epochs(by_epoch: dict[int, Rewards], places: Sequence[EpisodePlace]) -> dict[str, Any]:
     """Return a table for a run that sees few examples twice, so that an example has no course over the epochs."""
     late = sorted(by_epoch)[-max(1, len(by_epoch) // 4) :]
     found: dict[str, list[float]] = defaultdict(list)

@@ -18,7 +18,7 @@ Span = tuple[int, int]
 """Position of a line's first byte in its file, and its number of bytes."""
 
 
-class Place(NamedTuple):
+class EpisodePlace(NamedTuple):
     """Position of an episode's row in its file, and the values that the row is chosen by.
 
     Attributes:
@@ -42,7 +42,7 @@ class Place(NamedTuple):
     scores: Span | None = None
 
 
-def find_episodes(run: Path) -> list[Place]:
+def find_episodes(run: Path) -> list[EpisodePlace]:
     """Return the places of all episodes and pairs of a run, in the order of the files.
 
     A last line without its line feed is being written, and is left out.
@@ -52,7 +52,7 @@ def find_episodes(run: Path) -> list[Place]:
     """
     scores = {_key(row): span for _, span, row in _rows(run / TOKEN_SCORES_FILE)}
     return [
-        Place(
+        EpisodePlace(
             file=run / name,
             line=number,
             span=span,
@@ -96,7 +96,7 @@ def _parse_line(file: Path, number: int | None, line: bytes) -> Row:
     return row
 
 
-def read_episodes(places: Iterable[Place]) -> Iterator[Row]:
+def read_episodes(places: Iterable[EpisodePlace]) -> Iterator[Row]:
     """Yield the rows at the given places, with `token_texts`, `advantages` and `entropies`, which may be None.
 
     Raises:
@@ -120,7 +120,7 @@ def read_episodes(places: Iterable[Place]) -> Iterator[Row]:
             yield {"token_texts": None, **row, **{name: scores.get(name) for name in ("advantages", "entropies")}}
 
 
-def questions(places: Sequence[Place], examples: Iterable[str]) -> dict[str, str]:
+def questions(places: Sequence[EpisodePlace], examples: Iterable[str]) -> dict[str, str]:
     """Return the first message of a user for each of the examples that has one, from an episode that was kept."""
     wanted = set(examples)
     first = {place.example_id: place for place in reversed(places) if place.example_id in wanted}
@@ -136,16 +136,16 @@ def first_question(episode: Iterable[Row]) -> str:
     return " ".join(next((str(item.get("content")) for item in episode if item.get("role") == "user"), "").split())
 
 
-def spread(places: Sequence[Place], count: int) -> list[Place]:
+def spread(places: Sequence[EpisodePlace], count: int) -> list[EpisodePlace]:
     """Return at most `count` of the places, in their order: alike many of each epoch, and over all rewards of it.
 
-    >>> places = [Place(Path("f"), i, (0, 0), epoch=i // 4, reward=float(i % 4)) for i in range(12)]
+    >>> places = [EpisodePlace(Path("f"), i, (0, 0), epoch=i // 4, reward=float(i % 4)) for i in range(12)]
     >>> [(place.epoch, place.reward) for place in spread(places, 6)]
     [(0, 0.0), (0, 3.0), (1, 0.0), (1, 3.0), (2, 0.0), (2, 3.0)]
     """
     if len(places) <= count:
         return list(places)
-    epochs: dict[int | None, list[Place]] = defaultdict(list)
+    epochs: dict[int | None, list[EpisodePlace]] = defaultdict(list)
     for place in places:
         epochs[place.epoch].append(place)
     if count < len(epochs):

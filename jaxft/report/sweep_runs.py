@@ -64,7 +64,7 @@ class Share(NamedTuple):
 
 
 @dataclass
-class Run:
+class SweepRun:
     """A run of a sweep, with its command line as it is started and as a person types it."""
 
     name: str
@@ -128,7 +128,7 @@ def _script_words() -> list[str]:
     return sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
 
 
-def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, list[Run]]:
+def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, list[SweepRun]]:
     """Return the folder and the runs of a sweep, every configuration checked; nothing is written.
 
     Raises:
@@ -161,7 +161,7 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
         # -P: unlike the command `jaxft`, `python -m` would let modules in the working directory hide installed ones.
         words, shown = ["-P", "-m", "jaxft.cli", "finetune"], ["jaxft", "finetune"]
     passed_on = _passed_on(given)
-    runs: list[Run] = []
+    runs: list[SweepRun] = []
     refused: dict[str, list[str]] = {}
     for (name, settings), (directory, num_epochs, changes) in zip(planned, checked, strict=True):
         state, flags, fault = _run_state(directory, changes, parsed)
@@ -170,7 +170,7 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
         options = [*passed_on, *(part for path, text in settings for part in ("--set", f"{path}={text}")), *flags]
         typed = shlex.join(masked_command([*shown, *options]))
         log, command = folder / "logs" / f"{name}.log", [sys.executable, *words, *options]
-        runs.append(Run(name, directory, log, num_epochs, command, typed, state))
+        runs.append(SweepRun(name, directory, log, num_epochs, command, typed, state))
     if refused:
         lines = [f"{listed(paths)}: {fault}" for fault, paths in refused.items()]
         raise RunDirectoryError("\n  ".join([f"the sweep in '{folder}' cannot go on:", *lines]))
@@ -293,7 +293,9 @@ def divide_machine(jobs: int) -> list[Share]:
     return [Share(part(cpus, at), {"CUDA_VISIBLE_DEVICES": part(gpus, at)} if gpus[0] else {}) for at in range(jobs)]
 
 
-async def execute(folder: Path, runs: Sequence[Run], shares: Sequence[Share], command: str, *, fail_fast: bool) -> None:
+async def execute(
+    folder: Path, runs: Sequence[SweepRun], shares: Sequence[Share], command: str, *, fail_fast: bool
+) -> None:
     """Run what is left of a sweep, and compare its runs.
 
     Args:
@@ -318,7 +320,7 @@ async def execute(folder: Path, runs: Sequence[Run], shares: Sequence[Share], co
         free.put_nowait(share)
     with shutdown.listening() as stop:
 
-        async def work(each: Run) -> None:
+        async def work(each: SweepRun) -> None:
             share = await free.get()
             if not stop.is_set():
                 await _run_process(each, share, stop, f"[{runs.index(each) + 1}/{len(runs)}] {each.name}:")
@@ -344,8 +346,8 @@ async def execute(folder: Path, runs: Sequence[Run], shares: Sequence[Share], co
         raise RunsFailed("\n".join([f"{len(failed)} of {len(runs)} runs failed", *map(_failure, failed)]))
 
 
-async def _run_process(each: Run, share: Share, stop: asyncio.Event, title: str) -> None:
-    """Run one process to its end, which `stop` asks for; Ctrl-C does not reach it, as its session is its own."""
+async def _run_process(each: SweepRun, share: Share, stop: asyncio.Event, title: str) -> None:
+    """Run one process to its end, which `stop` asks for; Ctrl-C does not reach it, as it has a session of its own."""
     each.log.parent.mkdir(parents=True, exist_ok=True)
     with each.log.open("ab") as log:
         heading = f"\n{HEADING}{time.strftime('%Y-%m-%d %H:%M:%S')} {each.shown}\n"
@@ -378,17 +380,17 @@ async def _run_process(each: Run, share: Share, stop: asyncio.Event, title: str)
     show(f"{title} {', '.join(filter(None, words))}" + (f"; {each.log}" if each.state == "failed" else ""))
 
 
-def _ending(each: Run) -> str:
+def _ending(each: SweepRun) -> str:
     if each.state != "failed":
         return ""
     return f" (exit code {each.exit_code})" if each.exit_code >= 0 else f" ({signal.Signals(-each.exit_code).name})"
 
 
-def _live(each: Run) -> str:
+def _live(each: SweepRun) -> str:
     return f"{each.name}: {each.progress() or 'preparing'} ({time.time() - each.began_at:.0f} s)"
 
 
-def summary(runs: Sequence[Run]) -> str:
+def summary(runs: Sequence[SweepRun]) -> str:
     """Return how many runs are in which state, in the order of a run's life backwards."""
     states = [each.state for each in runs]
     order = ("done", "failed", "interrupted", "running", "waiting")
@@ -396,6 +398,6 @@ def summary(runs: Sequence[Run]) -> str:
     return f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}: {counts}"
 
 
-def _failure(each: Run) -> str:
+def _failure(each: SweepRun) -> str:
     lines = "".join(f"\n    {line}" for line in each.last_lines())
     return f"{each.name}{_ending(each)}; the end of {each.log}:{lines}\n  repeat it with:\n    {each.shown}"

@@ -78,7 +78,7 @@ class PageCopy(NamedTuple):
     target: int
 
 
-class Row(NamedTuple):
+class PrefillRow(NamedTuple):
     """A slot to decode: its pages, and the number of its tokens so far, prompt included."""
 
     slot: int
@@ -197,7 +197,7 @@ class ModelRunner:
                 admission = self._admission(alike[start : start + ADMISSION_ROWS], filler=alike[0][1])
                 arrays.slots = admit(self._model, arrays.slots, self._seed, admission)
 
-    def advance(self, params: Params, rows: Sequence[Row], num_steps: int, *, is_filtered: bool) -> Dispatch:
+    def advance(self, params: Params, rows: Sequence[PrefillRow], num_steps: int, *, is_filtered: bool) -> Dispatch:
         """Queue programs that decode `num_steps` tokens of each row, and return their results, to be read later."""
         arrays, dispatch = self._make_programs(params), []
         pages = {row.slot: row.pages for row in rows}

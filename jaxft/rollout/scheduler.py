@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxft.core.cache import PAGE_TOKENS, pages_for
 from jaxft.rollout.calls import Completion
-from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, PrefillChunk, Row
+from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, PrefillChunk, PrefillRow
 from jaxft.rollout.requests import Request
 
 OnTokens = Callable[[list[int], list[float]], None]
@@ -323,7 +323,7 @@ class Scheduler:
                 self.pools[running.shard].record(running.keys[index], running.pages[index])
         return chunks, width
 
-    def next_rows(self) -> tuple[list[tuple[Running, Row]], int]:
+    def next_rows(self) -> tuple[list[tuple[Running, PrefillRow]], int]:
         """Return the rows to decode next and the number of tokens; reserve their pages and raise their `reach`."""
         # Requests that reach their limit end with what is queued.
         ready = [each for each in self.running.values() if each.is_prefilled and each.reach < self._limit(each)]
@@ -334,7 +334,9 @@ class Scheduler:
         for running in ready:
             self._reserve(running, min(num_steps, self._limit(running) - running.reach))
         rows = [  # others gave their pages to older ones
-            (running, Row(running.slot, running.pages, running.reach)) for running in ready if running.slot is not None
+            (running, PrefillRow(running.slot, running.pages, running.reach))
+            for running in ready
+            if running.slot is not None
         ]
         for running, _ in rows:
             running.reach = min(running.reach + num_steps, self._limit(running))

@@ -12,7 +12,7 @@ from jax._src import clusters
 from jaxft.errors import HostsError
 from jaxft.hosts import launch as launching
 from jaxft.hosts import start
-from jaxft.hosts.start import Place, find_place
+from jaxft.hosts.start import ProcessPlace, find_place
 
 PROGRAM = """
 import os, signal, sys, time
@@ -95,8 +95,12 @@ THREE = {"JAXFT_COORDINATOR": "a:1", "JAXFT_NUM_PROCESSES": "4", "JAXFT_PROCESS_
 @pytest.mark.parametrize(
     ("options", "environment", "place"),
     [
-        ({}, THREE, Place("a:1", 4, 3)),
-        ({"coordinator": "b:2", "process_id": 0}, THREE, Place("b:2", 4, 0)),  # options come before the environment
+        ({}, THREE, ProcessPlace("a:1", 4, 3)),
+        (
+            {"coordinator": "b:2", "process_id": 0},
+            THREE,
+            ProcessPlace("b:2", 4, 0),
+        ),  # options come before the environment
         ({"coordinator": None, "num_processes": None, "process_id": None}, {"SLURM_JOB_ID": "7"}, None),
         ({"coordinator": "a:1", "num_processes": "1", "process_id": "0"}, {}, None),
         ({"num_processes": "1"}, {"SLURM_STEP_NUM_TASKS": "4"}, None),  # tasks of a cluster that are runs of their own
@@ -134,7 +138,7 @@ def test_clusters_that_start_several_are_asked(environment, cluster, monkeypatch
     monkeypatch.setattr(clusters.ClusterEnv, "auto_detect_unset_distributed_params", ask)
     monkeypatch.setattr(start, "TPUS", ())
     assert start._cluster(environment) == cluster
-    assert find_place({}, environment) == (None if cluster is None else Place("10.0.0.1:1234", 2, 1))
+    assert find_place({}, environment) == (None if cluster is None else ProcessPlace("10.0.0.1:1234", 2, 1))
     assert len(asked) == (cluster is not None)
 
 
@@ -150,7 +154,7 @@ def test_a_cluster_without_an_answer_is_named_with_its_reason(monkeypatch):
 def test_a_machine_with_tpus_may_be_one_of_several(monkeypatch, tmp_path):
     monkeypatch.setattr(start, "TPUS", (str(tmp_path),))
     for found, place in (
-        (("t0:8482", 4, 2, None), Place("t0:8482", 4, 2)),
+        (("t0:8482", 4, 2, None), ProcessPlace("t0:8482", 4, 2)),
         (("t0:8482", 1, 0, None), None),
         ((None, None, None, None), None),
     ):

@@ -21,7 +21,7 @@ from jaxft.core.sharding import Sharding, make_mesh
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
 from jaxft.models.bridge import from_function, from_linen, from_nnx
-from jaxft.rollout.model_runner import ModelRunner, PrefillChunk, Row
+from jaxft.rollout.model_runner import ModelRunner, PrefillChunk, PrefillRow
 from jaxft.rollout.requests import Request
 
 VOCAB, WIDTH, PLACES = 11, 8, 64
@@ -123,7 +123,7 @@ def differences_on_mesh(make, sizes):
         chunk = PrefillChunk(slot * runner.row_shards // 8, 0, request.prompt_ids[:-1], [pages[slot]])
         runner.prefill(placed, [chunk], runner.chunk_width(2))
     runner.admit(placed, list(enumerate(requests)))
-    rows = [Row(slot, [pages[slot]], 3) for slot in range(8)]
+    rows = [PrefillRow(slot, [pages[slot]], 3) for slot in range(8)]
     decoded, _ = runner.read(runner.advance(placed, rows, 8, is_filtered=False))
     tokens = np.hstack([[request.prompt_ids for request in requests], decoded.tokens])
     found.append((tokens, np.pad(decoded.sampler_logprobs, ((0, 0), (3, 0))), np.arange(11) >= 3 + np.zeros((8, 1))))

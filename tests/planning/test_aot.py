@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh
 
 import roofline
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
-from jaxft.components.programs import Programs, Run
+from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import Remat, layer_runs
@@ -64,7 +64,7 @@ class Case(NamedTuple):
         return config if self.layers is None else replace(config, num_layers=self.layers)
 
     @property
-    def run(self) -> Run:
+    def run(self) -> PlannedRun:
         shards = self.mesh[0] * self.mesh[1]
         policy: dict[str, Any] = {
             "path": self.model,
@@ -86,10 +86,10 @@ class Case(NamedTuple):
         teacher = None
         if self.teacher is not None:
             config = self._replace(model=self.teacher).config
-            teacher = Run(
+            teacher = PlannedRun(
                 LocalPolicyConfig.model_validate(policy | {"path": self.teacher, "lora": None}), adapter, config
             )
-        return Run(LocalPolicyConfig.model_validate(policy), adapter, self.config, teacher=teacher)
+        return PlannedRun(LocalPolicyConfig.model_validate(policy), adapter, self.config, teacher=teacher)
 
     @property
     def programs(self) -> Programs:

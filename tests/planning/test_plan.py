@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxft.cli import main
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
-from jaxft.components.programs import Run, run_from_json
+from jaxft.components.programs import PlannedRun, run_from_json
 from jaxft.models.config import model_preset
 from jaxft.models.flash import Choice
 from jaxft.planning import compiler
@@ -282,7 +282,7 @@ GRADIENT = Compiled(
     seconds=40.0,
 )
 STEP = GRADIENT._replace(temporaries=0, flops=0, bytes=819 * 10**6, collectives=[])
-RUN_OF_V5E = Run(
+RUN_OF_V5E = PlannedRun(
     LocalPolicyConfig(path="model", mesh=MeshConfig(data=1, fsdp=8)),
     LocalTrainerAdapterConfig(llm="policy", microbatch_tokens=131072),
     model_preset("qwen3-0.6b"),

@@ -16,7 +16,7 @@ from jaxft.cli import main
 from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.runtime import run_script
 from jaxft.harness.verbs import run_arguments
-from jaxft.report.sweep_runs import Run, Share, divide_machine
+from jaxft.report.sweep_runs import Share, SweepRun, divide_machine
 from jaxft.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -331,7 +331,7 @@ def test_the_machine_is_divided(monkeypatch, jobs, gpus, cpus, shares):
 
 
 def test_progress_is_that_of_the_last_whole_row(tmp_path):
-    run = Run("a", tmp_path, tmp_path / "a.log", 5, [], "", "running")
+    run = SweepRun("a", tmp_path, tmp_path / "a.log", 5, [], "", "running")
     assert run.progress() == ""
     log = tmp_path / "training_metrics.jsonl"
     log.write_text('{"epoch": 0, "reward_mean": 0.25}\n{"epoch": 1, "reward_mean": 0.5}\n{"epoch": 2, "rew')

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import jaxft
 from jaxft.core.logprobs import token_logprobs
-from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, PrefillChunk, Row, split_batch
+from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, PrefillChunk, PrefillRow, split_batch
 from jaxft.rollout.requests import Request
 
 SLOTS, CONTEXT, PAGES = 16, 192, 40
@@ -116,7 +116,7 @@ class Served:
     def decode(self, rows, num_steps, **options):
         """Decode rows, each with its slot, pages and request; return tokens and log-probabilities of each."""
         self.runner.admit(self.params, [(slot, request) for slot, _, request in rows])
-        states = [Row(slot, pages, len(request.prompt_ids)) for slot, pages, request in rows]
+        states = [PrefillRow(slot, pages, len(request.prompt_ids)) for slot, pages, request in rows]
         options = {"is_filtered": False} | options
         decoded, active = self.runner.read(self.runner.advance(self.params, states, num_steps, **options))
         return [
@@ -174,7 +174,7 @@ def test_two_steps_at_a_time_and_the_program_with_filters_change_no_bit(served, 
     served.prefill([request.prompt_ids], [[7, 3, 5]])
     first, second = served.decode([(9, [7, 3, 5], request)], 2)[0], []
     for step in range(1, 4):
-        row = Row(9, [7, 3, 5], len(request.prompt_ids) + 2 * step)
+        row = PrefillRow(9, [7, 3, 5], len(request.prompt_ids) + 2 * step)
         decoded, _ = served.runner.read(served.runner.advance(served.params, [row], 2, is_filtered=True))
         second += zip(decoded.tokens[9].tolist(), decoded.sampler_logprobs[9].tolist(), strict=True)
     assert first[0] + [token for token, _ in second] == tokens
@@ -187,7 +187,7 @@ def test_slots_that_are_not_chosen_stay_as_they_are(served, alone):
     served.runner.admit(served.params, [(slot, request) for slot, _, request in rows])
     found = {}
     for slot, pages, _ in reversed(rows):
-        dispatch = served.runner.advance(served.params, [Row(slot, pages, 5)], 8, is_filtered=False)
+        dispatch = served.runner.advance(served.params, [PrefillRow(slot, pages, 5)], 8, is_filtered=False)
         decoded, _ = served.runner.read(dispatch)
         assert decoded.counts.tolist() == [8 * (slot == each) for each in range(SLOTS)]
         found[slot] = decoded.tokens[slot].tolist(), decoded.sampler_logprobs[slot].tolist(), True
