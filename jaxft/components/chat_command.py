@@ -11,6 +11,7 @@ import inspect
 import io
 import json
 import os
+import pkgutil
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -224,9 +225,8 @@ def tool_schema(name: str, function: Callable[..., Any]) -> Tool:
     Raises:
         ConfigError: one of them is missing.
     """
-    # Not above: it announces that PyTorch is missing, unless jaxft.rollout.chat was imported before.
-    from transformers.utils import get_json_schema
-
+    # Not imported above: it announces that PyTorch is missing, unless jaxft.rollout.chat was imported before.
+    get_json_schema = pkgutil.resolve_name("transformers.utils:get_json_schema")
     try:
         schema = get_json_schema(function)
     except Exception as error:  # of the hints and docstring of the user, in the classes of transformers

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxft import runs
 from jaxft.harness.data_models import DPOItem, EpisodeItem, OpenAIMessage, Trajectory, TrajectoryCollection
 from jaxft.redaction import redacted_tokens, redacted_values
 from jaxft.runs.console import Console
@@ -185,9 +186,7 @@ class RunLog:
             self._directory.write_json(VALIDATION_HISTORY_FILE, self.validations)
         rows = len(self._rewards), len(self.validations)
         if any(rows) and rows != self._drawn_rows:
-            from jaxft.runs.plots import plot_rewards  # imports matplotlib, for which only a picture should wait
-
-            plot_rewards(self._directory, self._rewards, self.validations)
+            runs.plot_rewards(self._directory, self._rewards, self.validations)
             self._drawn_rows = rows
 
     def _without_secret_ids(self, trajectory: Trajectory) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from pydantic import Field
 
+from jaxft import (
+    rollout,  # its names are imported when they are used: a configuration needs neither jax nor transformers
+)
 from jaxft.components.configs import LocalPolicyConfig
 from jaxft.errors import ComponentError, ConfigError, DatasetError, RequestError
 from jaxft.harness.arrow_datasets import without_added_nulls
@@ -83,10 +86,6 @@ async def single_turn(
     config: SingleTurnConfig, builder: Any
 ) -> AsyncIterator[Callable[[dict[str, Any]], Awaitable[str]]]:
     """Yield the workflow."""
-    # Imported here, as they import JAX, which reading a configuration does without.
-    from jaxft.rollout.chat_request import CompletionRequest
-    from jaxft.rollout.client import ChatClient
-
     llm, has_warned = await builder.get_llm(config.llm), False
 
     async def answer(example: dict[str, Any]) -> str:
@@ -99,7 +98,7 @@ async def single_turn(
                 chat_template_kwargs=config.chat_template_kwargs,
             )
             return episode().calls[-1].full_text
-        if not isinstance(llm, ChatClient):
+        if not isinstance(llm, rollout.ChatClient):
             raise ComponentError(
                 f"workflow: llms.{config.llm} is no model of this process, and so continues no text: give prompts as "
                 "chats, or a local_policy without eval.general.isolation"
@@ -114,7 +113,9 @@ async def single_turn(
                 f"answers to questions, give chats: [{{'role': 'user', 'content': {prompt[:30]!r}}}]"
             )
         ids = template.text_ids(prompt)
-        request = CompletionRequest(prompt_ids=ids, max_tokens=config.max_tokens, temperature=config.temperature)
+        request = rollout.CompletionRequest(
+            prompt_ids=ids, max_tokens=config.max_tokens, temperature=config.temperature
+        )
         return (await llm.answer(request)).content
 
     yield answer
@@ -166,15 +167,12 @@ def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer
         DatasetError: a prompt has no tokens, or the chat template refuses it.
         ConfigError: no tokenizer can be loaded.
     """
-    from jaxft.rollout.chat import ChatTemplate  # imports transformers, which a configuration needs not
-    from jaxft.rollout.tokenizer import load_tokenizer  # imports transformers, which a configuration needs not
-
     policy, workflow = config.llms["policy"], config.workflow
     assert isinstance(policy, LocalPolicyConfig)
     if not isinstance(workflow, SingleTurnConfig):  # an agent in its place, whose prompts are not known
         workflow = SingleTurnConfig(llm="policy")
     try:
-        template = ChatTemplate(load_tokenizer(policy.tokenizer or policy.path), ())
+        template = rollout.ChatTemplate(rollout.load_tokenizer(policy.tokenizer or policy.path), ())
     except ValueError as error:
         raise ConfigError([f"model: {error}"]) from error
     variables = workflow.chat_template_kwargs

@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxft import runs
 from jaxft.errors import CheckpointError, ConfigError, RestoreError
 from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
@@ -224,13 +225,10 @@ class Checkpointing:
 
     def _open(self) -> "Checkpoints":
         if self._checkpoints is None:
-            # orbax and jax take seconds to import: a run that saves nothing does without them.
-            from jaxft.runs.checkpoint import FOLDER, Checkpoints
-
-            self._checkpoints = Checkpoints(
+            self._checkpoints = runs.Checkpoints(
                 self._directory,
                 max_to_keep=self._config.max_to_keep,
-                folder=None if self._shared is None else self._shared / FOLDER,
+                shared=self._shared,
             )
         return self._checkpoints
 

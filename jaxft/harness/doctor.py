@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from packaging.requirements import Requirement
 
+from jaxft import models
 from jaxft.errors import CheckFailed, ConfigError, RunDirectoryError
 from jaxft.harness.config import Config, load_config
 from jaxft.harness.registry import ENTRY_POINTS, KINDS, REGISTRY, import_installed
@@ -175,9 +176,7 @@ def _show_choices(show: Callable[[str], None], config: Config) -> None:
 
 def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:
     """Show the sharding rules of all model families, and the resulting table of each configured model."""
-    from jaxft.models.decoder_sharding import rules_table  # imports flax, which takes a second
-
-    show(f"\n{rules_table()}\n")
+    show(f"\n{models.rules_table()}\n")
     for name, llm in ({} if config is None else config.llms).items():
         try:
             table = None if llm.module is None else importlib.import_module(llm.module).sharding_table(llm)

@@ -1,5 +1,8 @@
 """The public names of `jaxft.models`, each imported when it is first used; the outbuildings use no others."""
 
+from .decoder_sharding import (
+    rules_table as rules_table,
+)
 from .attention import (
     MOST_SCORES as MOST_SCORES,
 )

@@ -1,5 +1,14 @@
 """The public names of `jaxft.rollout`, each imported when it is first used; the outbuildings use no others."""
 
+from .tokenizer import (
+    load_tokenizer as load_tokenizer,
+)
+from .client import (
+    ChatClient as ChatClient,
+)
+from .chat import (
+    ChatTemplate as ChatTemplate,
+)
 from .calls import (
     logprobs_with_record as logprobs_with_record,
     openai_logprobs as openai_logprobs,
@@ -7,6 +16,7 @@ from .calls import (
 )
 from .chat_request import (
     MAX_CHOICES as MAX_CHOICES,
+    CompletionRequest as CompletionRequest,
 )
 from .current import (
     find_episode as find_episode,

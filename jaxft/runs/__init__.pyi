@@ -1,5 +1,11 @@
 """The public names of `jaxft.runs`, each imported when it is first used; the outbuildings use no others."""
 
+from .checkpoint import (
+    Checkpoints as Checkpoints,
+)
+from .plots import (
+    plot_rewards as plot_rewards,
+)
 from .console import (
     Console as Console,
     current_console as current_console,

@@ -68,17 +68,17 @@ class Checkpoints:
         directory: RunDirectory,
         *,
         max_to_keep: int = 2,
-        folder: Path | None = None,
+        shared: Path | None = None,
     ) -> None:
         """Open the folder `checkpoints` of a run.
 
         Args:
             directory: the run directory.
             max_to_keep: number of the newest steps that are kept, beside the one of the best score.
-            folder: the folder of all processes, for one that has a run directory of its own.
+            shared: the run directory of all processes, for one that has a directory of its own.
         """
         self._directory, self._group, self._num_together = directory, process_group(), 0
-        self.folder = directory.file(f"{FOLDER}/step").parent if folder is None else folder
+        self.folder = directory.file(f"{FOLDER}/step").parent if shared is None else shared / FOLDER
         self._max_to_keep = max_to_keep
         self._finishing: threading.Thread | None = None
         self._error: BaseException | None = None
