@@ -123,7 +123,7 @@ def compared(alone: dict[str, Any], sizes: Sequence[int], names: Sequence[str]) 
 
 def measured(mesh: Any, names: Sequence[str]) -> dict[str, Any]:
     """All compared arrays, on the host; computed on one device without a mesh."""
-    model, params = jaxft.init_model(config(), jax.random.key(0), mesh=mesh, strict=True)
+    model, params = jaxft.init_model(config(), jax.random.key(0), mesh=mesh)
     rng, vocabulary = np.random.default_rng(0), config().vocab_size
     batch = jaxft.Batch(
         tokens=rng.integers(0, vocabulary, (ROWS, WIDTH)).astype(np.int32),
@@ -174,7 +174,7 @@ def updates(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, An
     stepped, _ = update(jaxft.init_train_state(jax.tree.map(jnp.copy, params), descend, model), batch)
     mesh = None if model.sharding is None else model.sharding.mesh
     lora = jaxft.LoraSpec(4, 8.0)
-    adapted, with_adapters = jaxft.init_model(config(), jax.random.key(0), lora=lora, mesh=mesh, strict=True)
+    adapted, with_adapters = jaxft.init_model(config(), jax.random.key(0), lora=lora, mesh=mesh)
     with_adapters["adapter"] = jax.tree.map(lambda leaf: leaf + 0.02, with_adapters["adapter"])
     _, _, of_adapters = jax.jit(partial(loss_and_gradients, adapted, jaxft.grpo_loss))(with_adapters, batch)
     return {

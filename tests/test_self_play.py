@@ -46,7 +46,7 @@ async def game(config: GameConfig, builder: Any) -> Any:
             last = jaxft.episode().calls[-1 if jaxft.episode().calls[-1].llm == config.opponent else -2]
             record[config.llm] += mine.token_ids
             record[config.opponent] += last.token_ids
-            record["versions"].add((mine.policy_version, last.policy_version))
+            record["versions"].add((mine.policy_version, last.reply.policy_version))
             said = mine.content, theirs.choices[0].message.content
             for view, own, other in zip(views, said, reversed(said), strict=True):
                 view += [{"role": "assistant", "content": own}, {"role": "user", "content": other}]

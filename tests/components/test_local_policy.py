@@ -29,7 +29,7 @@ from jaxft.models.decoder import decoder
 from jaxft.models.hf_config import config_json
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
-from jaxft.models.model_card import ModelCard, SavedWeights, card_text
+from jaxft.models.model_card import SavedWeights, card_text, make_card
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.runs.console import Console
@@ -271,7 +271,7 @@ def test_memory_of_adapters_is_small(trained, policy):
 
 
 def test_exported_adapters_are_merged_by_the_command_line(trained, tmp_path, capsys):
-    policy, card = trained.adapter.policy, ModelCard("Adapters", "How they were trained.", {"tags": ["jaxft"]})
+    policy, card = trained.adapter.policy, make_card("Adapters", "How they were trained.", None)
     asyncio.run(policy.save(tmp_path / "run" / "model", card))
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
     weights = SavedWeights("float32", policy.model.lora, has_base=True)

@@ -498,7 +498,7 @@ def test_staleness_is_corrected_unless_the_loss_says_otherwise(policy):
         adapter = LocalTrainerAdapter(config, policy, warnings.append)
         adapter.allow_staleness(1)
         assert adapter.max_staleness == 1
-        return adapter.learner._loss_config.correction.name
+        return adapter.learner.loss.correction.name
 
     assert [allow({"name": name}) for name in ("grpo", "reinforce")] == ["ratio", "token_truncate"] and not warnings
     assert allow({"name": "grpo", "correction": {"name": "none"}}) == "none"

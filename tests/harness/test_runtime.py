@@ -268,7 +268,7 @@ def test_a_notebook_gets_its_cell_back_although_a_function_blocks_the_run(monkey
             time.sleep(0.2)
 
     async def cell():
-        runtime.result_of(blocked)
+        runtime.run_to_result(blocked)
 
     pressing = threading.Thread(target=press)
     pressing.start()

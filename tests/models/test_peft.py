@@ -168,13 +168,13 @@ def test_merged_in_full_and_rounded_once(loaded, adapter):
 def test_leaves_are_merged_one_at_a_time(loaded, adapter, monkeypatch):
     params = loaded("by_jaxft")[2]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    before, live, merged = live_bytes(), [], lora._merged
+    before, live, merged = live_bytes(), [], lora._merge_leaf
 
     def watched(*arguments):
         live.append(live_bytes() - before)
         return merged(*arguments)
 
-    monkeypatch.setattr(lora, "_merged", watched)
+    monkeypatch.setattr(lora, "_merge_leaf", watched)
     jaxft.load_merged(adapter[0], dtype=jnp.bfloat16)
     assert size >= live[0] > live[-1] > size / 4  # the base in float32, then what it became
 

@@ -70,7 +70,7 @@ def test_a_control_token_of_any_script_is_kept_where_a_template_names_it():
     template = {"fields": {"content": {"close": names[1]}}}
     made = ResponseFormat(
         SimpleNamespace(response_template=template, get_chat_template=lambda **_: ""),
-        SimpleNamespace(control_ids=frozenset(names), text_of=names.get),
+        SimpleNamespace(control_ids=frozenset(names), decoded_text=names.get),
         (),
     )
     assert made._skipped_ids == {2}
