@@ -235,6 +235,7 @@ def test_the_model_card_says_what_the_records_of_the_run_say(first_run, tmp_path
         "as safetensors in float32",
     ):
         assert line in card.text, line
+    assert "`reward." not in card.text  # it is a fact of the run, and no setting of a component
     assert str(folder.parent) not in card.content and str(Path.home()) not in card.content
 
     assert main(["export", str(folder), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0

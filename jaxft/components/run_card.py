@@ -120,9 +120,11 @@ def _settings(model: BaseModel) -> Iterator[tuple[str, Any]]:
     """
     is_own = type(model).__module__.startswith("jaxft.")
     for path, value in flatten_dict(model.model_dump(mode="json", exclude_defaults=True), sep=".").items():
-        is_shown = not isinstance(model, LocalPolicyConfig) or path.partition(".")[0] in POLICY_FIELDS
+        section = path.partition(".")[0]
+        is_shown = {path, section}.isdisjoint(NOT_SHOWN)
+        is_shown &= not isinstance(model, LocalPolicyConfig) or section in POLICY_FIELDS
         if isinstance(value, str) and Path(value).is_absolute():
             value = Path(value).name
         is_public = isinstance(value, bool | int | float) or (is_own and NAME.fullmatch(str(value)) is not None)
-        if is_shown and is_public and path not in NOT_SHOWN and not is_secret_name(path):
+        if is_shown and is_public and not is_secret_name(path):
             yield path, json.dumps(value) if isinstance(value, bool) else value
