@@ -1,4 +1,4 @@
-"""Configuration of the shipped components. Nothing here imports jax."""
+"""Configuration of the components that come with jaxft. Nothing here imports jax."""
 
 import string
 from typing import Any, Literal
@@ -397,7 +397,7 @@ class EarlyStopConfig(ConfigModel):
 
 
 class LoggedTrainerConfig(TrainerConfig):
-    """Settings of both shipped trainers."""
+    """Settings of both trainers, GRPO's and DPO's."""
 
     max_failed_fraction: float = Field(
         default=0.5, gt=0.0, le=1.0, description="Maximum fraction of failed episodes in a collection."

@@ -1,4 +1,4 @@
-"""Base class of the shipped trajectory builders: runs the episodes of a collection and counts their outcomes."""
+"""Base class of the trajectory builders: runs the episodes of a collection and counts their outcomes."""
 
 import asyncio
 import difflib

@@ -1,4 +1,4 @@
-"""Base class of the shipped trainers: collections, epochs with their training jobs, checkpoints and logs."""
+"""Base class of the trainers: collections, epochs with their training jobs, checkpoints and logs."""
 
 import contextlib
 import time

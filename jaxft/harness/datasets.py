@@ -143,7 +143,7 @@ CSV_FAULTS = {
     "new-line character": "a carriage return outside quotes: end lines with LF or CRLF",
     "expected after": "a quote inside a quoted field is written twice",
 }
-"""What is wrong, by a part of the csv module's message."""
+"""Sentences for users about a broken file, by a part of the csv module's message."""
 
 
 def _csv_rows(path: Path, delimiter: str) -> list[tuple[int, list[str]]]:

@@ -1,4 +1,4 @@
-"""What a process needs before it imports jax: the cache of programs, and devices of a divided CPU.
+"""Preparation of a process before it imports jax: the cache of programs, and devices of a divided CPU.
 
 Settings of the user take precedence everywhere.
 """

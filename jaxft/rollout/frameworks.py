@@ -9,6 +9,7 @@ import abc
 import pkgutil
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxft.errors import ComponentError, did_you_mean
@@ -87,23 +88,13 @@ def _connection_in_process(llm: LanguageModel) -> Connection:
     )
 
 
-def _openai(connection: Connection) -> Any:
-    return pkgutil.resolve_name("openai:AsyncOpenAI")(
+def _openai(connection: Connection, *, is_sync: bool = False) -> Any:
+    return pkgutil.resolve_name("openai:OpenAI" if is_sync else "openai:AsyncOpenAI")(
         base_url=connection.base_url,
         api_key=connection.api_key,
         max_retries=connection.max_retries,
         timeout=connection.timeout_seconds,
-        http_client=connection.http_client,
-    )
-
-
-def _openai_sync(connection: Connection) -> Any:
-    return pkgutil.resolve_name("openai:OpenAI")(
-        base_url=connection.base_url,
-        api_key=connection.api_key,
-        max_retries=connection.max_retries,
-        timeout=connection.timeout_seconds,
-        http_client=connection.http_client_sync,
+        http_client=connection.http_client_sync if is_sync else connection.http_client,
     )
 
 
@@ -152,7 +143,7 @@ def _llama_index(connection: Connection) -> Any:
 
 WRAPPERS: dict[str, tuple[Callable[[Connection], Any], str]] = {
     "openai": (_openai, "openai"),
-    "openai_sync": (_openai_sync, "openai"),
+    "openai_sync": (partial(_openai, is_sync=True), "openai"),
     "langchain": (_langchain, "langchain"),
     "pydantic_ai": (_pydantic_ai, "pydantic-ai"),
     "openai_agents": (_openai_agents, "openai-agents"),

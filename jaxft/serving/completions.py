@@ -370,7 +370,9 @@ class TokenCompletionRequest(CompletionFields):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Tokens in `logprobs` are written as `token_id:17`."
     )
-    add_special_tokens: Ignored = Field(None, description="They are for text; token ids are taken as they are.")
+    add_special_tokens: Ignored = Field(
+        None, description="Special tokens belong to text; token ids are taken as they are."
+    )
     best_of: Annotated[Any, Refused("ask for n choices, and choose", 1)] = None
     echo: Annotated[Any, Refused("the reply has prompt_token_ids", False)] = None
     suffix: Annotated[Any, Refused("the policy writes from left to right", "")] = None

@@ -128,7 +128,7 @@ class MessagesTool(Cached):
 
 
 class ToolChoice(RequestObject):
-    """Whether the answer calls tools, and which."""
+    """Choice whether the answer calls tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"] = Field(description="`auto`, `any`, `tool` or `none`.")
     name: str | None = Field(
@@ -162,7 +162,9 @@ class MessagesRequest(APIRequest):
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that the model may call."
     )
-    tool_choice: ToolChoice | None = Field(None, description="Whether the answer calls tools, and which.")
+    tool_choice: ToolChoice | None = Field(
+        None, description="The choice says if the answer calls tools, and which."
+    )
     stop: Stops | None = Field(
         None, alias="stop_sequences", description="Strings that end the answer, any number of them."
     )
@@ -173,7 +175,7 @@ class MessagesRequest(APIRequest):
     service_tier: Ignored = Field(None, description="There is one tier.")
     inference_geo: Ignored = Field(None, description="The policy runs on this machine.")
     speed: Ignored = Field(None, description="There is one speed.")
-    diagnostics: Ignored = Field(None, description="They are about Anthropic's prompt cache.")
+    diagnostics: Ignored = Field(None, description="Diagnostics tell of Anthropic's prompt cache.")
     thinking: Annotated[
         Any,
         Refused(

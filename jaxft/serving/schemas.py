@@ -1,4 +1,4 @@
-"""What the requests of all dialects share: their base class, types of their fields, and refusals that name the field.
+"""Common parts of all dialects' requests: base class, types of their fields, and refusals that name the field.
 
 A model says of every field whether it is taken, refused or ignored, and a field that is in no model is refused. So no
 field is without effect unless the model says why that does no harm. Attributes have the names of `ChatRequest`'s
