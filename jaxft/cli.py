@@ -12,7 +12,7 @@ from importlib import metadata
 from jaxft.errors import ConfigError, HostsError
 from jaxft.files import home_path
 from jaxft.harness.commands import dry_run, evaluate, finetune, resume
-from jaxft.harness.config import help_text
+from jaxft.harness.config_help import help_text
 from jaxft.harness.new_agent import write_agent
 from jaxft.harness.runtime import (
     complain,

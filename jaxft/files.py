@@ -31,6 +31,27 @@ def home_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def read_utf8(path: Path) -> str:
+    """Return the text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        ValueError: it cannot be read, or is not UTF-8; the message begins with the path, and the line if there is one.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line}: not UTF-8: convert the file") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} is not a path: {error}") from None
+    if "\0" in text:
+        line = text.count("\n", 0, text.index("\0")) + 1
+        raise ValueError(f"{path}:{line}: holds zero bytes, as UTF-16 does: convert the file to UTF-8")
+    return text
+
+
 class disk_errors(contextlib.AbstractContextManager[None]):
     """Report any out-of-space error in the block as one `DiskFull` with path and free bytes; other errors pass.
 

@@ -15,8 +15,8 @@ import openai
 import pytest
 
 import jaxft
+from jaxft.harness.addresses import ServeConfig
 from jaxft.harness.config import EvalGeneralConfig
-from jaxft.harness.config_types import ServeConfig
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import Episode
 from jaxft.serving.app import make_app

@@ -12,12 +12,11 @@ from jaxft.components.configs import (
     GRPOTrainerConfig,
     GRPOTrajectoryBuilderConfig,
     HTTPAgentConfig,
-    LLMJudgeConfig,
     LocalPolicyConfig,
     LocalTrainerAdapterConfig,
     OpenAILLMConfig,
 )
-from jaxft.components.evaluators import RewardFunctionsConfig
+from jaxft.components.evaluators import LLMJudgeConfig, RewardFunctionsConfig
 from jaxft.components.single_turn import InMemoryDatasetConfig, SingleTurnConfig
 from jaxft.harness.registry import (
     REGISTRY,

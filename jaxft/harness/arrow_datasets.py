@@ -45,10 +45,7 @@ def read_parquet(path: Path) -> Iterator[DatasetRow]:
         DatasetError: the file is missing or corrupt, pyarrow is not installed, a column has a type or a name without a
             JSON form, or a value is NaN or infinite.
     """
-    try:
-        pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise DatasetError(f'{path}: reading parquet files needs pyarrow: pip install "jaxft[parquet]"') from None
+    pyarrow, parquet = _import_packages("parquet", str(path), "pyarrow", "pyarrow.parquet")
     try:
         content = pyarrow.BufferReader(path.read_bytes())
         table = parquet.ParquetFile(content, page_checksum_verification=True).read()
@@ -76,12 +73,7 @@ def read_hub(config: HuggingFaceDatasetConfig) -> Iterator[DatasetRow]:
         DatasetError: the library is missing, there is no such folder, id, configuration, split or revision, or a value
             has no form in JSON.
     """
-    try:
-        datasets, types = importlib.import_module("datasets"), importlib.import_module("pyarrow.types")
-    except ImportError as error:
-        raise DatasetError(
-            f'{_source(config)}: {one_line(error)}: Hugging Face datasets need: pip install "jaxft[huggingface]"'
-        ) from None
+    datasets, types = _import_packages("huggingface", _source(config), "datasets", "pyarrow.types")
     try:
         table = _hub_dataset(config, datasets).with_format("arrow")[:]
     except Exception as error:  # the library raises errors of many kinds for what it cannot find or read
@@ -111,6 +103,13 @@ def _hub_dataset(config: HuggingFaceDatasetConfig, datasets: Any) -> Any:
     instruction = datasets.ReadInstruction.from_spec(f"{split}[{part}")
     (absolute,) = instruction.to_absolute({split: len(splits[split])})
     return splits[split].select(range(absolute.from_, absolute.to))
+
+
+def _import_packages(extra: str, source: str, *modules: str) -> list[Any]:
+    try:
+        return [importlib.import_module(name) for name in modules]
+    except ImportError as error:
+        raise DatasetError(f'{source}: {one_line(error)}: such datasets need: pip install "jaxft[{extra}]"') from None
 
 
 def _source(config: HuggingFaceDatasetConfig) -> str:

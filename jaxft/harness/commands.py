@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.errors import CheckFailed, ConfigError, Stopped, without_secrets
+from jaxft.harness.addresses import ServeConfig
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, config_secrets, load_config
 from jaxft.harness.config_merge import escape_fields, literal
-from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.opening import MASKED, bring_back, open_session
 from jaxft.harness.session import UNHEALTHY, Session, resume_command

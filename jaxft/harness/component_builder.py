@@ -13,25 +13,18 @@ from typing import Any
 
 from jaxft import harness, rollout
 from jaxft.errors import (
-    CheckFailed,
     ComponentError,
     ConfigError,
     DatasetError,
     DiskFull,
     JaxftError,
-    JobFailed,
-    NoLearningSignal,
-    NothingToTrain,
-    TooManyFailures,
-    TrajectoryError,
     UserCodeError,
     WorkerError,
     user_code,
 )
-from jaxft.harness.addresses import reachable_url
+from jaxft.harness.addresses import ServeConfig, reachable_url
 from jaxft.harness.config import Config, validation_config
 from jaxft.harness.config_builder import ConfigBuilder
-from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
@@ -45,6 +38,7 @@ from jaxft.harness.evaluators import (
     as_evaluator,
 )
 from jaxft.harness.registry import (
+    KINDS,
     REGISTRY,
     ComponentConfig,
     DatasetConfig,
@@ -145,7 +139,7 @@ class ComponentBuilder(ConfigBuilder):
         return llm if wrapper_type is None else rollout.framework_client(llm, wrapper_type)
 
     async def _language_model(self, name: str) -> Any:
-        return await self._get("llms", name, LLMConfig, object)
+        return await self._get(LLMConfig, object, name)
 
     async def get_server_url(self, default: ServeConfig | None = None, port: int | None = None) -> str:
         """Return the address of the server of this run's language models, which is started if it does not run yet.
@@ -197,23 +191,24 @@ class ComponentBuilder(ConfigBuilder):
 
     async def get_workflow(self) -> Workflow:
         """Return the workflow: the agent."""
-        workflow = await self._once("workflow", self.config.workflow, WorkflowConfig)
-        return _check_kind("workflow", workflow, Callable)
+        return await self._get(WorkflowConfig, Callable)
 
-    def _check_changeable(self, path: str, component: str) -> None:
-        if component in self._components:
-            raise ComponentError(f"{path}: {component} is made already: set it before")
+    def _put(self, base: type[ComponentConfig], config: ComponentConfig, name: str = "") -> None:
+        path = ".".join(KINDS[base].path(name))
+        made = "evaluation" if base is EvaluatorConfig else path
+        if made in self._components:
+            raise ComponentError(f"{path}: {made} is made already: set it before")
+        super()._put(base, config, name)
 
     async def get_evaluator(self, name: str) -> Evaluator:
         """Return the evaluator `eval.evaluators.<name>`."""
-        made = await self._get(SECTION, name, EvaluatorConfig, object)
+        made = await self._get(EvaluatorConfig, object, name)
         is_group = isinstance(self.get_evaluator_config(name), GroupEvaluatorConfig)
         return _check_kind(f"{SECTION}.{name}", as_evaluator(made, is_group=is_group), Callable)
 
     async def get_dataset(self) -> list[EvalInputItem]:
         """Return the examples of `eval.general.dataset`: at least one, with unique ids."""
-        items = await self._once("eval.general.dataset", self.config.eval.general.dataset, DatasetConfig)
-        return checked_items(items, "eval.general.dataset")
+        return checked_items(await self._get(DatasetConfig, object), KINDS[DatasetConfig].section)
 
     async def open(self) -> None:
         """Make the components of every run: first the datasets, which are quick, then workflow and evaluators."""
@@ -226,7 +221,7 @@ class ComponentBuilder(ConfigBuilder):
 
     async def get_trajectory_builder(self, name: str) -> TrajectoryBuilder:
         """Return the builder `trajectory_builders.<name>`, with evaluation and examples bound to it."""
-        made = await self._get("trajectory_builders", name, TrajectoryBuilderConfig, TrajectoryBuilder)
+        made = await self._get(TrajectoryBuilderConfig, TrajectoryBuilder, name)
         if made.evaluation is None:
             await made.bind_evaluation(await self.get_evaluation(), await self.get_dataset())
             validation = await self.get_validation()
@@ -236,7 +231,7 @@ class ComponentBuilder(ConfigBuilder):
 
     async def get_trainer_adapter(self, name: str) -> TrainerAdapter:
         """Return the adapter `trainer_adapters.<name>`."""
-        return await self._get("trainer_adapters", name, TrainerAdapterConfig, TrainerAdapter)
+        return await self._get(TrainerAdapterConfig, TrainerAdapter, name)
 
     async def get_trainer(
         self,
@@ -245,7 +240,7 @@ class ComponentBuilder(ConfigBuilder):
         trainer_adapter: TrainerAdapter | None = None,
     ) -> Trainer:
         """Return the trainer `trainers.<name>`, with the other two bound to it if they are given."""
-        trainer = await self._get("trainers", name, TrainerConfig, Trainer)
+        trainer = await self._get(TrainerConfig, Trainer, name)
         if trajectory_builder is not None and trainer_adapter is not None:
             await trainer.bind_components(trajectory_builder, trainer_adapter)
         return trainer
@@ -258,7 +253,7 @@ class ComponentBuilder(ConfigBuilder):
         loggers = Loggers(self.console)
         for number, config in enumerate(self.config.finetuning.loggers):
             place = f"finetuning.loggers.{number}"
-            made = _check_kind(place, await self._once(place, config, LoggerConfig), RunLogger)
+            made = _check_kind(place, await self._once(place, config), RunLogger)
             loggers.add(f"{place} ({config.type_name})", made)
         return loggers
 
@@ -276,7 +271,7 @@ class ComponentBuilder(ConfigBuilder):
             await self._closing.enter_async_context(source)
         if section.dataset is None:
             return source, await source.get_dataset()
-        made = await self._once("eval.validation.dataset", section.dataset, DatasetConfig)
+        made = await self._once("eval.validation.dataset", section.dataset)
         return source, checked_items(made, "eval.validation.dataset")
 
     async def _make_validation(self) -> Validation | None:
@@ -309,7 +304,6 @@ class ComponentBuilder(ConfigBuilder):
             timeout_seconds = None  # which the workers have
         else:
             workflow = await self.get_workflow()
-        is_served = self._lender.is_served if self._lender is not None else self.is_served
         evaluation = Evaluation(
             workflow,
             await self._evaluators(),
@@ -319,7 +313,7 @@ class ComponentBuilder(ConfigBuilder):
             timeout_seconds=timeout_seconds,
             result_json_path=general.result_json_path,
             counted_with=counted_with,
-            server_url=await self.get_server_url() if is_served else ENDPOINT,
+            server_url=await self.get_server_url() if (self._lender or self).is_served else ENDPOINT,
             show_progress=self.console.status,
             log=self.console.message,
         )
@@ -331,15 +325,13 @@ class ComponentBuilder(ConfigBuilder):
         evaluators: dict[str, BoundEvaluator | WeightedSum] = {}
         is_isolated = self.config.eval.general.judge_isolation == "process"
         for name, config in self.config.eval.evaluators.items():
+            made: Any
             if is_isolated and not isinstance(config, WeightedSumConfig):
-                judge = await self._in_worker(name, config.timeout_seconds, "no score")
-                evaluators[name] = BoundEvaluator(judge, isinstance(config, GroupEvaluatorConfig))
-                continue
-            made = await self.get_evaluator(name)
+                made, seconds = await self._in_worker(name, config.timeout_seconds, "no score"), None
+            else:
+                made, seconds = await self.get_evaluator(name), config.timeout_seconds
             is_group = isinstance(config, GroupEvaluatorConfig)
-            evaluators[name] = (
-                made if isinstance(made, WeightedSum) else BoundEvaluator(made, is_group, config.timeout_seconds)
-            )
+            evaluators[name] = made if isinstance(made, WeightedSum) else BoundEvaluator(made, is_group, seconds)
         return evaluators
 
     async def _in_worker(self, name: str | None, seconds: float | None, late: str) -> Callable[..., Any]:
@@ -358,13 +350,13 @@ class ComponentBuilder(ConfigBuilder):
             raise ComponentError(f"eval.general.isolation: {error}") from error
         return pool
 
-    async def _get(self, section: str, name: str, base: type[ComponentConfig], kind: type) -> Any:
-        """Return the component `name` of a section; its factory must yield an instance of `kind`."""
-        place = f"{section}.{name}"
-        return _check_kind(place, await self._once(place, self._find_config(section, name), base), kind)
+    async def _get(self, base: type[ComponentConfig], kind: Any, name: str = "") -> Any:
+        """Return a component, whose factory must yield an instance of `kind`; see `_find_config`."""
+        place = ".".join(KINDS[base].path(name))
+        return _check_kind(place, await self._once(place, self._find_config(base, name)), kind)
 
-    async def _once(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
-        return await self._make_shared(place, lambda: self._make(place, config, base))
+    async def _once(self, place: str, config: ComponentConfig) -> Any:
+        return await self._make_shared(place, lambda: self._make(place, config))
 
     async def _make_shared(self, place: str, make: Callable[[], Any]) -> Any:
         """Return the result of `make`, called once per path, however many callers wait for it.
@@ -383,8 +375,8 @@ class ComponentBuilder(ConfigBuilder):
         # A caller that is cancelled must not take the component from the others.
         return await asyncio.shield(self._components[place])
 
-    async def _make(self, place: str, config: ComponentConfig, base: type[ComponentConfig]) -> Any:
-        what = f"{place} ({config.type_name})"
+    async def _make(self, place: str, config: ComponentConfig) -> Any:
+        what, base = f"{place} ({config.type_name})", next(base for base in KINDS if isinstance(config, base))
         self.console.status(f"making {what}")
         try:
             with user_code():
@@ -420,18 +412,7 @@ async def _close(what: str, generator: Any) -> None:
         raise ComponentError(f"{what}: its factory yielded twice")
 
 
-KEPT_ERRORS = (
-    ComponentError,
-    ConfigError,
-    DatasetError,
-    DiskFull,
-    CheckFailed,
-    JobFailed,
-    NoLearningSignal,
-    NothingToTrain,
-    TooManyFailures,
-    TrajectoryError,
-)
+KEPT_ERRORS = (ComponentError, ConfigError, DatasetError, DiskFull)
 """Errors of a factory that keep their class and exit code; their messages name the place."""
 
 

@@ -5,6 +5,7 @@
 A path is relative to the folder of the file it is written in; an output directory, to the working directory.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,11 +23,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails, InitErrorDetails
+from pydantic_core import ErrorDetails
 
 import jaxft.harness.arrow_datasets  # noqa: F401, registers dataset loaders, and so does `datasets`
 from jaxft.errors import ConfigError, did_you_mean
-from jaxft.harness import config_help
 from jaxft.harness.config_merge import (
     OUTPUT_DIR,
     ConfigErrors,
@@ -37,16 +37,16 @@ from jaxft.harness.config_merge import (
     override,
     read_layers,
     with_fields_expanded,
-    with_folder,
 )
 from jaxft.harness.config_types import (
-    REFERENCE_SECTIONS,
     ConfigModel,
     InputPath,
     OutputPath,
     config_error,
+    entries,
     kind_in_words,
     parse_json_path,
+    raise_faults,
 )
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
@@ -170,12 +170,7 @@ class EvalConfig(ConfigModel):
     @field_validator("evaluators")
     @classmethod
     def _sums_add_up_scores(cls, evaluators: dict[str, AnyEvaluator]) -> dict[str, AnyEvaluator]:
-        faults = [
-            InitErrorDetails(type=config_error(message), loc=(name, "weights"), input=None)
-            for name, message in weighted_sum_faults(evaluators)
-        ]
-        if faults:
-            raise ValidationError.from_exception_data("evaluators", faults)
+        raise_faults((f"{name}.weights", message) for name, message in weighted_sum_faults(evaluators))
         return evaluators
 
 
@@ -204,13 +199,7 @@ class Config(ModelsConfig):
 
     @model_validator(mode="after")
     def _llms_fit_together(self) -> "Config":
-        faults = [
-            InitErrorDetails(type=config_error(message), loc=tuple(path.split(".")), input=None)
-            for name, llm in self.llms.items()
-            for path, message in llm.faults(name, self)
-        ]
-        if faults:
-            raise ValidationError.from_exception_data("configuration", faults)
+        raise_faults(fault for name, llm in self.llms.items() for fault in llm.faults(name, self))
         return self
 
 
@@ -234,14 +223,9 @@ def load_config(
         ConfigError: lists all faults, each with its path.
     """
     mapping, faults = read_layers(Path(path)), ConfigErrors()
-    general = _section(mapping, "eval", "general")
-    if validation_dataset is not None:
-        validation = _section(mapping, "eval", "validation")
-        fields = validation.get("dataset") or general.get("dataset")
-        validation["dataset"] = _dataset(validation_dataset, fields, "eval.validation", faults)
-    if dataset is not None:
-        general["dataset"] = _dataset(dataset, general.get("dataset"), "eval.general", faults)
-    return _config(mapping, overrides, str(path), faults)
+    files = {"eval.general.dataset": dataset, "eval.validation.dataset": validation_dataset}
+    datasets = [(field, _dataset(file, mapping, field, faults)) for field, file in files.items() if file is not None]
+    return _config(mapping, [*datasets, *overrides], str(path), faults)
 
 
 def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], source: str) -> Config:
@@ -262,8 +246,8 @@ def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], s
     import_installed()
     types = {name: REGISTRY.find(LLMConfig, name).config_type for name in REGISTRY.names(LLMConfig)}
     elsewhere = [name for name, kind in types.items() if issubclass(kind, LLMConfig) and kind.module is None]
-    llms = _section(mapping, "llms")
-    served = {name: llm for name, llm in llms.items() if not (isinstance(llm, dict) and llm.get("_type") in elsewhere)}
+    llms = entries(mapping, "llms").items()
+    served = {name: llm for name, llm in llms if not (isinstance(llm, dict) and llm.get("_type") in elsewhere)}
     values = expanded({"imports": mapping.get("imports", []), "llms": served}, "", faults)
     models = _validate_model(ModelsConfig, values, faults)
     config = Config.model_construct(llms={} if models is None else models.llms)
@@ -275,25 +259,15 @@ def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], s
     return config
 
 
-def _section(mapping: dict[str, Any], *path: str) -> dict[str, Any]:
-    """The mapping at a path, made if it is missing; the validation refuses any other value there."""
-    for part in path:
-        if not isinstance(mapping.get(part), dict | None):
-            return {}
-        mapping[part] = mapping.get(part) or {}
-        mapping = mapping[part]
-    return mapping
-
-
-def _dataset(path: Path, before: Any, section: str, faults: ConfigErrors) -> dict[str, Any]:
+def _dataset(path: Path, mapping: dict[str, Any], field: str, faults: ConfigErrors) -> str:
+    """Return the YAML of a dataset in a file, which keeps the names of fields of the dataset in its place."""
+    before = entries(mapping, field) or entries(mapping, "eval.general.dataset")
     try:
-        named = dataset_for_file(path)
+        named = {name: literal(value) for name, value in dataset_for_file(path).items()}
     except ValueError as error:
-        faults.add(f"{section}.dataset", str(error))
-        return {}
-    fields = before if isinstance(before, dict) else {}
-    names = {name: fields[name] for name in ("id_key", "structure") if name in fields}
-    return with_folder({name: literal(value) for name, value in named.items()}, Path.cwd()) | names
+        faults.add(field, str(error))
+        return "{}"
+    return json.dumps(named | {name: before[name] for name in ("id_key", "structure") if name in before})
 
 
 def config_from_mapping(
@@ -350,12 +324,6 @@ def config_secrets(config: BaseModel) -> set[str]:
     return found
 
 
-def help_text() -> str:
-    """Return the help on every field of the configuration and of the registered components."""
-    import_installed()
-    return config_help.describe(Config)
-
-
 def _config(
     mapping: dict[str, Any],
     overrides: Sequence[tuple[str, str]],
@@ -381,7 +349,7 @@ def _validate_model(model: type[Model], values: dict[str, Any], faults: ConfigEr
     """Return the values as a model after its modules are imported; None if there are faults, which are added."""
     imports_failed = not _import_modules(values.get("imports"), faults)
     try:
-        return model.model_validate(values, context=_names(values))
+        return model.model_validate(values, context=values)
     except ValidationError as error:
         for details in error.errors(include_url=False):
             path = ".".join(str(part) for part in details["loc"])
@@ -411,17 +379,6 @@ def _import_modules(names: Any, faults: ConfigErrors) -> bool:
         except ConfigError as error:
             faults.add(f"imports.{index}", str(error))
     return not any(path.startswith("imports") for path in faults)
-
-
-def _names(values: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the names of the entries of every section that other fields refer to."""
-    names = {}
-    for section in REFERENCE_SECTIONS:
-        entries: Any = values
-        for part in section.split("."):
-            entries = entries.get(part) if isinstance(entries, dict) else None
-        names[section] = list(entries) if isinstance(entries, dict) else []
-    return names
 
 
 def _message(details: ErrorDetails) -> str:

@@ -6,11 +6,13 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
+from jaxft.harness.config import Config
 from jaxft.harness.config_types import ConfigModel
-from jaxft.harness.registry import KINDS, REGISTRY, ComponentConfig
+from jaxft.harness.registry import KINDS, REGISTRY, ComponentConfig, import_installed
 from jaxft.redaction import map_texts, redacted
 
 
@@ -30,9 +32,10 @@ class FieldHelp(NamedTuple):
     description: str
 
 
-def describe(root: type[ConfigModel]) -> str:
+def help_text() -> str:
     """Describe every field with type, default and description: the sections of the tree, then registered components."""
-    lines = ["Fields of the configuration (set one with --set path=value):", *_lines(root)]
+    import_installed()
+    lines = ["Fields of the configuration (set one with --set path=value):", *_lines(Config)]
     for base, kind in KINDS.items():
         for name in REGISTRY.names(base):
             lines += ["", f"{kind.section}  _type: {name}", *_lines(REGISTRY.find(base, name).config_type)]
@@ -74,8 +77,7 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})
-    plain = TypeAdapter(type(value)).dump_python(value, mode="json")
-    return f"default {json.dumps(plain)}"
+    return f"default {json.dumps(to_jsonable_python(value))}"
 
 
 def _words(annotation: Any) -> str:
@@ -121,4 +123,4 @@ def _differences(model: BaseModel, plain: Mapping[str, Any], path: str) -> Itera
         elif field.is_required():
             yield place, {"value": plain[name]}
         elif value != (default := field.get_default(call_default_factory=True, validated_data={})):
-            yield place, {"value": plain[name], "default": TypeAdapter(type(default)).dump_python(default, mode="json")}
+            yield place, {"value": plain[name], "default": to_jsonable_python(default)}

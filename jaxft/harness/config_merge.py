@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.errors import ConfigError, did_you_mean
-from jaxft.files import home_path, safe_name
+from jaxft.files import home_path, read_utf8, safe_name
 from jaxft.harness.config_types import ConfigText, kind_in_words
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
@@ -66,54 +66,41 @@ def _is_under(path: str, above: str) -> bool:
     return path == above or path.startswith(f"{above}.")
 
 
-def read_layers(path: Path) -> dict[str, Any]:
-    """Read the mapping of a YAML file, merged over the files it inherits.
+def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read the mapping of a YAML file, merged over the files it inherits; those in `chain` inherit it.
 
     Raises:
         ConfigError: a file is missing or is not strict YAML, or files inherit each other in a circle.
     """
-    return _read(home_path(path), ())
-
-
-def merge_with_base(mapping: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Merge a mapping over the files it inherits, like `read_layers`; its paths and `base` are relative to `folder`."""
-    return _with_base(with_folder(mapping, folder), folder, "the configuration", ())
-
-
-def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Any]:
+    path = home_path(path)
     try:
-        # `resolve` raises for a link that leads to itself, on some Pythons.
-        resolved = Path(os.path.realpath(path))
+        text, resolved = read_utf8(path), path.resolve()
     except ValueError as error:
-        raise ConfigError([f"{str(path)!r}: is not a path: {error}"]) from None
+        raise ConfigError([f"{error}{f' (base of {chain[-1]})' if chain else ''}"]) from None
     if resolved in chain:
         circle = " -> ".join(str(file) for file in (*chain[chain.index(resolved) :], resolved))
         raise ConfigError([f"{path}: inherits itself: {circle}"])
-    try:
-        text = resolved.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        inherited = f" (base of {chain[-1]})" if chain else ""
-        raise ConfigError([f"{path}: cannot be read{inherited}: {error.strerror}"]) from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise ConfigError([f"{path}:{line}: not UTF-8"]) from None
     mapping = parse_yaml(text, str(path))
     if not isinstance(mapping, dict):
         raise ConfigError([f"{path}:1: wants a mapping of sections, holds {kind_in_words(mapping)}"])
-    return _with_base(with_folder(mapping, resolved.parent), resolved.parent, str(path), (*chain, resolved))
+    return merge_with_base(mapping, resolved.parent, str(path), (*chain, resolved))
 
 
-def _with_base(mapping: dict[str, Any], folder: Path, source: str, chain: tuple[Path, ...]) -> dict[str, Any]:
-    if "base" not in mapping:
-        return mapping
-    base = mapping.pop("base")
+def merge_with_base(
+    mapping: Mapping[str, Any], folder: Path, source: str = "the configuration", chain: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """Merge a mapping over the files it inherits, like `read_layers`; its paths and `base` are relative to `folder`."""
+    own = with_folder(mapping, folder)
+    if "base" not in own:
+        return own
+    base = own.pop("base")
     if not isinstance(base, str):
         raise ConfigError([f"{source}: base: wants the path of a YAML file, holds {kind_in_words(base)}"])
     faults = ConfigErrors()
     base = _with_variables(base, "base", faults)
     if faults:
         raise ConfigError(faults.lines(), source)
-    return merge(_read(folder / home_path(base), chain), mapping)
+    return merge(read_layers(folder / home_path(base), chain), own)
 
 
 def with_folder(value: Any, folder: Path) -> Any:
@@ -222,35 +209,25 @@ def _is_escaped_file(text: str) -> bool:
 
 def _text_of_file(folder: Path, name: str, path: str, faults: ConfigErrors) -> str:
     """Return the content of a file as plain text, which has no folder and is not expanded again."""
-    file = folder / home_path(name)
     try:
-        text = file.read_bytes().decode("utf-8-sig")
-        if "\0" in text:
-            raise ValueError("holds zero bytes, as UTF-16 does: convert the file to UTF-8")
-    except UnicodeDecodeError:
-        faults.add(path, f"{file}: not UTF-8: convert the file")
-    except (OSError, ValueError) as error:
-        faults.add(path, f"{file}: cannot be read: {error.strerror if isinstance(error, OSError) else error}")
-    else:
-        text = re.sub(r"\r?\n\Z", "", text)
-        faults.hide(path, text)
-        return text
-    return f"{_FILE}{name}"
+        text = re.sub(r"\r?\n\Z", "", read_utf8(folder / home_path(name)))
+    except ValueError as error:
+        faults.add(path, str(error))
+        return f"{_FILE}{name}"
+    faults.hide(path, text)
+    return text
 
 
 def _with_variables(text: str, path: str, faults: ConfigErrors) -> str:
-    return _VARIABLE.sub(lambda found: _variable(found, path, faults), text)
+    def replacement(found: re.Match[str]) -> str:
+        name, default = found["name"], found["default"]
+        if found[0] == "$${":
+            return "${"
+        if name not in os.environ and default is None:
+            faults.add(path, f"the environment variable '{name}' is not set: set it, or write ${{{name}:-default}}")
+        return os.environ.get(name, default or "")
 
-
-def _variable(found: re.Match[str], path: str, faults: ConfigErrors) -> str:
-    if found[0] == "$${":
-        return "${"
-    name, default = found["name"], found["default"]
-    if name in os.environ:
-        return os.environ[name]
-    if default is None:
-        faults.add(path, f"the environment variable '{name}' is not set: set it, or write ${{{name}:-default}}")
-    return default or ""
+    return _VARIABLE.sub(replacement, text)
 
 
 def has_fields(text: str) -> bool:

@@ -6,9 +6,9 @@ reference (`LLMRef`, ...) is the name of an entry of the same configuration.
 
 import functools
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 from jsonpath_ng import parse
 from pydantic import (
@@ -17,7 +17,6 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    SecretStr,
     ValidationError,
     field_validator,
     model_validator,
@@ -26,8 +25,6 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from jaxft.errors import did_you_mean
 from jaxft.files import home_path
-from jaxft.harness.addresses import is_loopback
-from jaxft.rollout.recorder import is_episode_token
 
 
 class ConfigModel(BaseModel):
@@ -51,19 +48,25 @@ class ConfigModel(BaseModel):
         try:
             return handler(values)
         except ValidationError as error:
-            return _raise_with_near_names(error, cls)
+            faults = error.errors(include_url=False)
+        lines = []
+        for fault in faults:
+            kind, message, place = fault["type"], fault["msg"], fault["loc"]
+            if kind == "extra_forbidden" and len(place) == 1:
+                near = did_you_mean(str(place[0]), cls.model_fields, what="fields here")
+                kind, message = "fault", f"no such field{near}"
+            shown = PydanticCustomError(kind, "{message}", {"message": message})
+            lines.append(InitErrorDetails(type=shown, loc=place, input=fault["input"]))
+        raise ValidationError.from_exception_data(cls.__name__, lines, hide_input=True)
 
 
-def _raise_with_near_names(error: ValidationError, model: type[ConfigModel]) -> NoReturn:
-    lines = []
-    for details in error.errors(include_url=False):
-        kind, message = details["type"], details["msg"]
-        if kind == "extra_forbidden" and len(details["loc"]) == 1:
-            near = did_you_mean(str(details["loc"][0]), model.model_fields, what="fields here")
-            kind, message = "fault", f"no such field{near}"
-        fault = PydanticCustomError(kind, "{message}", {"message": message})
-        lines.append(InitErrorDetails(type=fault, loc=details["loc"], input=details["input"]))
-    raise ValidationError.from_exception_data(error.title, lines, hide_input=True) from None
+def raise_faults(faults: Iterable[tuple[str, str]]) -> None:
+    """Raise the validation error of a whole model that has faults in it, each with its dotted path and a message."""
+    lines = [
+        InitErrorDetails(type=config_error(message), loc=tuple(path.split(".")), input=None) for path, message in faults
+    ]
+    if lines:
+        raise ValidationError.from_exception_data("configuration", lines)
 
 
 class ConfigText(str):
@@ -132,10 +135,21 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of `jax.random.key`: a uint32."""
 
 
+def entries(values: Any, section: str) -> dict[str, Any]:
+    """Return the mapping at a dotted path of a mapping; an empty one if there is none.
+
+    >>> entries({"eval": {"evaluators": {"match": 1}}}, "eval.evaluators"), entries({"eval": None}, "eval.general")
+    ({'match': 1}, {})
+    """
+    for name in section.split("."):
+        values = values.get(name) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else {}
+
+
 def check_reference(section: str, name: str, info: Any) -> str:
-    """Return `name` if the configuration being validated has such an entry in a section; else raise a config error."""
-    names = None if info.context is None else info.context[section]
-    if names is not None and name not in names:
+    """Return `name` if a section of the configuration, the context of its validation, has it; else raise an error."""
+    names = entries(info.context, section)
+    if info.context is not None and name not in names:
         raise config_error(f"'{name}' is not in '{section}'{did_you_mean(name, names, what='there')}")
     return name
 
@@ -152,9 +166,6 @@ EvaluatorRef = Annotated[str, _reference("eval.evaluators")]
 TrajectoryBuilderRef = Annotated[str, _reference("trajectory_builders")]
 TrainerAdapterRef = Annotated[str, _reference("trainer_adapters")]
 TrainerRef = Annotated[str, _reference("trainers")]
-
-REFERENCE_SECTIONS = ("llms", "eval.evaluators", "trajectory_builders", "trainer_adapters", "trainers")
-"""Sections whose entries other fields refer to."""
 
 
 class RewardFunctionConfig(ConfigModel):
@@ -189,76 +200,3 @@ def at_json_path(value: Any, text: str) -> Any:
     if not found:
         raise ValueError(f"'{text}' matches nothing in the output, which is {repr(value)[:100]}")
     return found[0] if len(found) == 1 else found
-
-
-def http_address(url: str) -> str:
-    """Return `url` if it is an address of HTTP with a host; else raise a config error."""
-    try:
-        parsed = urlsplit(url)
-        is_address = bool(parsed.hostname) and parsed.port != 0 and url.isprintable() and " " not in url
-    except ValueError:  # of brackets or a port
-        is_address = False
-    if not is_address or parsed.scheme not in ("http", "https"):
-        raise config_error("must begin with http:// or https://, and name a host, as in http://localhost:9000")
-    return url
-
-
-class ServeConfig(ConfigModel):
-    """An address under which a run serves its language models, by their names, to OpenAI's and Anthropic's clients."""
-
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="Address or name to listen on. Only this machine reaches 127.0.0.1; 0.0.0.0 stands for all "
-        "networks. Every address that others reach needs an api_key.",
-    )
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: a free one, which is shown.")
-    api_key: SecretStr | None = Field(
-        default=None,
-        min_length=1,
-        description="Key that clients must send. The base URL of an episode needs none, as it cannot be guessed. null: "
-        "no key, on an address of this machine only.",
-    )
-    url: str | None = Field(
-        default=None,
-        description="Address by which agents reach the server, as in http://trainer.example:8000, for the base URLs of "
-        "episodes; on an address of this machine alone, clients may call it by this name, too. null: the one that it "
-        "listens on.",
-    )
-
-    def server_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `jaxft.serving.server.Server`.
-
-        On an address of this machine, clients may also call the server by the name in `url`; elsewhere its key
-        protects.
-        """
-        is_named = self.url is not None and is_loopback(self.host)
-        return {
-            "host": self.host,
-            "port": self.port,
-            "api_key": None if self.api_key is None else self.api_key.get_secret_value(),
-            "allowed_hosts": [urlsplit(self.url).hostname or ""] if is_named else [],
-        }
-
-    @model_validator(mode="after")
-    def _has_a_key(self) -> "ServeConfig":
-        if self.api_key is None and not is_loopback(self.host):
-            raise config_error(
-                f"host {self.host} can be reached from other machines: set api_key, as in ${{SERVE_KEY}}"
-            )
-        return self
-
-    @field_validator("api_key")
-    @classmethod
-    def _can_be_sent(cls, api_key: SecretStr | None) -> SecretStr | None:
-        key = "" if api_key is None else api_key.get_secret_value()
-        if not (key.isascii() and key == key.strip() and key.isprintable()):
-            raise config_error("must be printable ASCII without spaces around it: no header carries anything else")
-        if is_episode_token(key):
-            raise config_error("begins as the keys of episodes do, and would be taken for one")
-        return api_key
-
-    @field_validator("url")
-    @classmethod
-    def _is_an_address(cls, url: str | None) -> str | None:
-        return None if url is None else http_address(url).rstrip("/")

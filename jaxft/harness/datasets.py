@@ -7,6 +7,7 @@ row has an id, rows are numbered from 0. Errors begin with file:line, or file:ro
 
 import csv
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import Field
 
 from jaxft.errors import DatasetError
-from jaxft.files import STRICT_JSON
+from jaxft.files import STRICT_JSON, read_utf8
 from jaxft.harness.config_types import ConfigModel, InputPath
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.registry import REGISTRY, DatasetConfig
@@ -96,8 +97,7 @@ def read_jsonl(path: Path) -> Iterator[DatasetRow]:
     """
     for number, line in enumerate(_text(path).split("\n"), start=1):
         if line.strip():
-            place = f"{path}:{number}"
-            yield DatasetRow(place, _object(_parse_json(line, path, number), place))
+            yield _row(f"{path}:{number}", _parse_json(line, path, number))
 
 
 def read_json(path: Path) -> Iterator[DatasetRow]:
@@ -106,8 +106,7 @@ def read_json(path: Path) -> Iterator[DatasetRow]:
     if not isinstance(values, list):
         raise DatasetError(f"{path}:1: wants a list of objects: [{{...}}, ...]")
     for number, value in enumerate(values, start=1):
-        place = f"{path}:row {number}"
-        yield DatasetRow(place, _object(value, place))
+        yield _row(f"{path}:row {number}", value)
 
 
 def read_csv(path: Path) -> Iterator[DatasetRow]:
@@ -235,11 +234,9 @@ def checked_items(items: Any, source: str) -> list[EvalInputItem]:
         raise DatasetError(f"{source}: a dataset loader must yield a list of EvalInputItem")
     if not items:
         raise DatasetError(f"{source}: the dataset is empty")
-    seen: set[str] = set()
-    for item in items:
-        if item.id in seen:
-            raise DatasetError(f"{source}: the id '{item.id}' is there twice")
-        seen.add(item.id)
+    identity, count = Counter(item.id for item in items).most_common(1)[0]
+    if count > 1:
+        raise DatasetError(f"{source}: the id '{identity}' is there twice")
     return items
 
 
@@ -260,29 +257,17 @@ def _field(row: DatasetRow, key: str, way_out: str = "") -> Any:
     return row.fields[key]
 
 
-def _object(value: Any, place: str) -> dict[str, Any]:
+def _row(place: str, value: Any) -> DatasetRow:
     if not isinstance(value, dict):
         raise DatasetError(f"{place}: wants an object, {{...}}, holds {json.dumps(value)[:50]}")
-    return value
+    return DatasetRow(place, value)
 
 
 def _text(path: Path) -> str:
-    """Return the text of a UTF-8 file, without a byte order mark.
-
-    Raises:
-        DatasetError: the file cannot be read, or is not UTF-8.
-    """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DatasetError(f"{path}:{line}: not UTF-8: convert the file") from None
-    if "\0" in text:
-        line = text.count("\n", 0, text.index("\0")) + 1
-        raise DatasetError(f"{path}:{line}: holds zero bytes, as UTF-16 does: convert the file to UTF-8")
-    return text
+        return read_utf8(path)
+    except ValueError as error:
+        raise DatasetError(str(error)) from None
 
 
 def _parse_json(text: str, path: Path, line: int | None = None) -> Any:

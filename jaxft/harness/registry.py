@@ -22,14 +22,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from pydantic import ConfigDict, Field, PlainValidator, model_serializer
 
 from jaxft.errors import ComponentError, ConfigError, UserCodeError, did_you_mean, user_code
-from jaxft.harness.config_types import (
-    ConfigModel,
-    ConfigText,
-    RewardFunctionConfig,
-    ServeConfig,
-    config_error,
-    kind_in_words,
-)
+from jaxft.harness.addresses import ServeConfig
+from jaxft.harness.config_types import ConfigModel, ConfigText, RewardFunctionConfig, config_error, kind_in_words
 from jaxft.plugins import plugins
 
 
@@ -140,6 +134,10 @@ class Kind(NamedTuple):
 
     name: str
     section: str
+
+    def path(self, name: str = "") -> list[str]:
+        """Return the parts of the path of the component with this name; a workflow and a dataset have none."""
+        return [name if part == "<name>" else part for part in self.section.split(".")]
 
 
 KINDS: dict[type[ComponentConfig], Kind] = {

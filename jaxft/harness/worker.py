@@ -27,9 +27,9 @@ from pydantic import TypeAdapter
 
 from jaxft.errors import ComponentError, RequestError, UserCodeError, WorkerError, user_code
 from jaxft.harness import worker_processes as processes
+from jaxft.harness.addresses import ServeConfig
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config
-from jaxft.harness.config_types import ServeConfig
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import WeightedSumConfig, scored_values
 from jaxft.harness.registry import GroupEvaluatorConfig, import_installed, import_module
@@ -250,7 +250,7 @@ class WorkerBuilder(ComponentBuilder):
         return await self._connection.ask({"serve": True})
 
     async def _language_model(self, name: str) -> Any:
-        self._find_config("llms", name)  # raises if there is none
+        self.get_llm_config(name)  # raises if there is none
         llm = await self._make_shared(f"llms.{name} of the run", lambda: self._find(name))
         return await super()._language_model(name) if llm is None else llm
 

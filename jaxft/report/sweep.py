@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxft.errors import ConfigError
-from jaxft.files import home_path, safe_name
+from jaxft.files import home_path, read_utf8, safe_name
 from jaxft.harness import Verb, parse_yaml, whole_number
 from jaxft.runs import is_secret_name, secrets_in_urls
 
@@ -113,11 +113,10 @@ def read_list(file: Path) -> list[Overrides]:
         ConfigError: the file cannot be read or is no such list; all faults are listed.
     """
     try:
-        entries = parse_yaml(file.read_bytes().decode("utf-8-sig"), str(file))
-    except OSError as error:
-        raise ConfigError([f"--list {file}: cannot be read: {error.strerror}"]) from None
-    except UnicodeDecodeError:
-        raise ConfigError([f"--list {file}: not UTF-8"]) from None
+        text = read_utf8(file)
+    except ValueError as error:
+        raise ConfigError([f"--list {error}"]) from None
+    entries = parse_yaml(text, str(file))
     if not isinstance(entries, list) or not entries:
         raise ConfigError([f"--list {file}: wants a list with a mapping of overrides per run, as in - {SEED}: 1"])
     faults: list[str] = []

@@ -162,9 +162,7 @@ class MessagesRequest(APIRequest):
     tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="Functions that the model may call."
     )
-    tool_choice: ToolChoice | None = Field(
-        None, description="The choice says if the answer calls tools, and which."
-    )
+    tool_choice: ToolChoice | None = Field(None, description="The choice says if the answer calls tools, and which.")
     stop: Stops | None = Field(
         None, alias="stop_sequences", description="Strings that end the answer, any number of them."
     )

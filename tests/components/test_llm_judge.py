@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import ValidationError
 
-from jaxft.components.configs import LLMJudgeConfig
-from jaxft.components.evaluators import llm_judge, parse_score
+from jaxft.components.evaluators import LLMJudgeConfig, llm_judge, parse_score
 from jaxft.errors import ComponentError
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluation import Evaluation

@@ -1,9 +1,10 @@
 import asyncio
 import threading
+from pathlib import Path
 
 import pytest
 
-from jaxft.errors import ComponentError, ConfigError, DatasetError, JobFailed
+from jaxft.errors import ComponentError, ConfigError, DatasetError, DiskFull
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.data_models import EvalOutputItem
@@ -43,8 +44,8 @@ class BadConfig(LLMConfig, name="toy_bad"):
 async def bad(config, builder):
     if config.how == "missing file":
         open("/nowhere/weights")  # noqa: SIM115
-    if config.how == "job":
-        raise JobFailed("job 'x' failed")
+    if config.how == "full disk":
+        raise DiskFull(Path("weights"), "no space left", 7)
     if config.how == "bug":
         raise KeyError("bug")
     if config.how != "nothing":
@@ -202,8 +203,8 @@ def test_a_broken_factory_is_named(toy_run, tmp_path, how, message):
 
 
 def test_an_error_of_a_factory_keeps_its_exit_code(toy_run, tmp_path):
-    toy_run["llms"]["bad"] = {"_type": "toy_bad", "how": "job"}
-    with pytest.raises(JobFailed, match="job 'x' failed"):
+    toy_run["llms"]["bad"] = {"_type": "toy_bad", "how": "full disk"}
+    with pytest.raises(DiskFull, match="7 bytes are free"):
         build(toy_run, tmp_path, lambda builder: builder.get_llm("bad"))
 
 

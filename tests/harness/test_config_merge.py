@@ -99,11 +99,11 @@ def test_files_that_cannot_be_read_are_faults_with_all_the_others(toy_run, tmp_p
     at = "workflow.fail_on"
     assert faults == (
         f"{at}.0: {tmp_path}/gone: cannot be read: No such file or directory",
-        f"{at}.1: {tmp_path}/latin: not UTF-8: convert the file",
-        f"{at}.2: {tmp_path}/wide: cannot be read: holds zero bytes, as UTF-16 does: convert the file to UTF-8",
+        f"{at}.1: {tmp_path}/latin:1: not UTF-8: convert the file",
+        f"{at}.2: {tmp_path}/wide:1: holds zero bytes, as UTF-16 does: convert the file to UTF-8",
         f"{at}.3: {tmp_path}: cannot be read: Is a directory",
         f"{at}.4: the environment variable 'NOPE' is not set: set it, or write ${{NOPE:-default}}",
-        f"{at}.5: {tmp_path}/a\0b: cannot be read: embedded null byte",
+        f"{at}.5: '{tmp_path}/a\\x00b' is not a path: embedded null byte",
         f"finetuning.num_epochs: {Path.cwd()}/gone: cannot be read: No such file or directory",
         "finetuning.seed: must be greater than or equal to 0",
     )
