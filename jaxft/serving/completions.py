@@ -5,16 +5,17 @@ A prompt of token ids is for environments that render and tokenise themselves. A
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
-from pydantic_core.core_schema import ValidationInfo
 
 from jaxft import ChatRequest, CompletionRequest, Delta, Reply
 from jaxft.errors import RequestError
-from jaxft.rollout import MAX_TOOLS, MAX_TOP_LOGPROBS, split_token_text
+from jaxft.rollout import MAX_TOP_LOGPROBS, split_token_text
 from jaxft.serving.schemas import (
+    VARIABLES,
     ChatFields,
     CompletionFields,
     Count,
@@ -26,6 +27,8 @@ from jaxft.serving.schemas import (
     Natural,
     Refused,
     TextOr,
+    Tools,
+    needs,
 )
 from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_error
 
@@ -34,6 +37,9 @@ LOWEST_LOGPROB = -9999.0
 
 ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """Fields of a reply's message that a client may send back; the policy has the token ids already."""
+
+
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class Function(BaseModel):
@@ -80,53 +86,35 @@ class RefusalPart(BaseModel):
     refusal: str
 
 
-Content = str | list[TextPart | RefusalPart]
-
-
 class ChatMessage(BaseModel):
-    """A message; the chat template decides which roles it knows."""
+    """A message; the chat template decides which roles it knows, and content is needed unless there are calls."""
 
     role: str
-    content: Content
-
-
-class ChatAssistantMessage(BaseModel):
-    """A message of the assistant, which may have calls in the place of content."""
-
-    role: Literal["assistant"]
-    content: Content | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     tool_calls: list[ChatToolCall] | None = None
-
-
-class FunctionChoice(BaseModel):
-    """A function that the answer must call."""
-
-    type: Literal["function"]
-    function: Function
 
 
 class ChatCompletionRequest(CompletionFields, ChatFields):
     """A request of chat completions."""
 
-    messages: Annotated[
-        list[dict[str, Any]], Like(Annotated[list[ChatMessage | ChatAssistantMessage], Field(min_length=1)])
-    ] = Field(description="The conversation, of text only.")
-    tools: Annotated[list[dict[str, Any]], Like(Annotated[list[ChatTool], Field(max_length=MAX_TOOLS)])] | None = Field(
+    messages: Annotated[list[dict[str, Any]], Like(Annotated[list[ChatMessage], Field(min_length=1)])] = Field(
+        description="The conversation, of text only."
+    )
+    tools: Annotated[list[dict[str, Any]], Like(Tools[ChatTool])] | None = Field(
         None, description="Functions that the model may call."
     )
-    tool_choice: (
-        Annotated[TextOr[dict[str, Any]], Like(Literal["auto", "none", "required"] | FunctionChoice)] | None
-    ) = Field(None, description="`auto`, `none`, `required` or a function.")
+    tool_choice: Annotated[TextOr[dict[str, Any]], Like(Literal["auto", "none", "required"] | ChatTool)] | None = Field(
+        None, description="`auto`, `none`, `required` or a function."
+    )
     max_completion_tokens: Count | None = Field(None, description="Newer name of `max_tokens`.")
     logprobs: bool | None = Field(None, description="Log-probabilities over the whole vocabulary.")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[TopLogprobs, needs("logprobs")] | None = Field(
         None, description="With `logprobs`: the most likely tokens, up to 20."
     )
     return_token_ids: bool | None = Field(
         None,
-        description="The reply has `prompt_token_ids` and, in each choice, `token_ids`; the choice's message has "
-        "`prompt_token_ids`, `generation_token_ids` and `generation_log_probs`; with `logprobs`, its entries have "
-        "`token_id`, and the first one `prompt_token_ids`.",
+        description="The reply has `prompt_token_ids`, each choice `token_ids`, and its message both beside "
+        "`generation_log_probs`; with `logprobs`, entries have `token_id`, and the first one `prompt_token_ids`.",
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="As `return_token_ids`, and tokens in `logprobs` are written as `token_id:17`."
@@ -136,10 +124,7 @@ class ChatCompletionRequest(CompletionFields, ChatFields):
     audio: Annotated[Any, Refused("the policy writes text only")] = None
     functions: Annotated[Any, Refused("use tools, which replace functions", [])] = None
     function_call: Annotated[Any, Refused("use tool_choice, which replaces function_call")] = None
-    reasoning_effort: Annotated[
-        Any,
-        Refused("give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}"),
-    ] = None
+    reasoning_effort: Annotated[Any, Refused(VARIABLES)] = None
     verbosity: Annotated[Any, Refused("ask for it in the prompt", "medium")] = None
     web_search_options: Annotated[Any, Refused("give the agent a tool that searches")] = None
     bad_words: Annotated[Any, Refused("forbid tokens by logit_bias", [])] = None
@@ -151,14 +136,6 @@ class ChatCompletionRequest(CompletionFields, ChatFields):
     documents: Annotated[Any, Refused("put them into a message, or into chat_template_kwargs", [])] = None
     include_reasoning: Annotated[Any, Refused("reasoning is always in reasoning_content", True)] = None
     thinking_token_budget: Annotated[Any, Refused("use max_completion_tokens")] = None
-    mm_processor_kwargs: Annotated[Any, Refused("the policy reads text only", {})] = None
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _check_top_logprobs(cls, number: int | None, info: ValidationInfo) -> int | None:
-        if number is not None and not info.data.get("logprobs"):
-            raise PydanticCustomError("impossible", "it needs logprobs to be true")
-        return number
 
     def to_request(self) -> ChatRequest:
         """Return what to sample.
@@ -192,10 +169,10 @@ def chat_completion(asked: ChatCompletionRequest, reply: Reply, text_of_token: C
         reply: its reply.
         text_of_token: text of a token id, for log-probabilities.
     """
-    choices = []
-    for index, choice in enumerate(reply.choices):
-        message = choice.message | (_token_ids(choice) if asked.has_token_ids else {})
-        choices.append({"index": index, "message": message, **_ending(asked, choice, text_of_token)})
+    choices = [
+        {"index": index, "message": choice.message | _token_ids(asked, choice), **_ending(asked, choice, text_of_token)}
+        for index, choice in enumerate(reply.choices)
+    ]
     prompt = {"prompt_token_ids": reply.prompt_ids} if asked.has_token_ids else {}
     return {**_completion(asked, "chatcmpl-", "chat.completion", reply, choices), **prompt}
 
@@ -227,12 +204,9 @@ def _usage(reply: Reply) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _token_ids(choice: Reply) -> dict[str, Any]:
-    return {
-        "prompt_token_ids": choice.prompt_ids,
-        "generation_token_ids": choice.token_ids,
-        "generation_log_probs": choice.logprobs,
-    }
+def _token_ids(asked: ChatCompletionRequest, choice: Reply) -> dict[str, Any]:
+    values = (choice.prompt_ids, choice.token_ids, choice.logprobs)
+    return dict(zip(ECHOED, values, strict=True)) if asked.has_token_ids else {}
 
 
 def _ending(asked: ChatCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:
@@ -265,43 +239,35 @@ def _logprobs(asked: ChatCompletionRequest, choice: Reply, text_of_token: Callab
     return {"content": content, "refusal": None}
 
 
+@dataclass(frozen=True)
 class ChunkWriter:
-    """Writes the chunks of one streamed reply, of a chat or of token ids, which share their id and time."""
+    """Writes the chunks of one streamed reply, of a chat or of token ids.
 
-    def __init__(
-        self,
-        asked: CompletionFields,
-        prefix: str,
-        kind: str,
-        delta_choices: Callable[[Delta], Sequence[Mapping[str, Any]]],
-        end_choices: Callable[[int, Reply], Sequence[Mapping[str, Any]]],
-    ) -> None:
-        """Make a writer.
+    Attributes:
+        asked: the request.
+        head: fields that all chunks share.
+        delta_choices: returns the choices of a delta's chunks: none if it has no text.
+        end_choices: returns the choices of the last chunks of an answer, from its index and itself.
+    """
 
-        Args:
-            asked: the request.
-            prefix: prefix of the id.
-            kind: the `object` of the chunks.
-            delta_choices: returns the choices of a delta's chunks: none if it has no text.
-            end_choices: returns the choices of the last chunks of an answer, from its index and itself.
-        """
-        self._head = _head(asked, prefix, kind)
-        self._include_usage = asked.include_usage
-        self._delta_choices, self._end_choices = delta_choices, end_choices
+    asked: CompletionFields
+    head: Mapping[str, Any]
+    delta_choices: Callable[[Delta], Sequence[Mapping[str, Any]]]
+    end_choices: Callable[[int, Reply], Sequence[Mapping[str, Any]]]
 
     def events(self, piece: Delta | Reply) -> Iterator[bytes]:
         """Yield the server-sent events of a delta, or of the reply, which ends the stream."""
-        usage = {"usage": None} if self._include_usage else {}
+        usage = {"usage": None} if self.asked.include_usage else {}
         if isinstance(piece, Delta):
-            for choice in self._delta_choices(piece):
-                yield event({**self._head, "choices": [choice], **usage})
+            for choice in self.delta_choices(piece):
+                yield event({**self.head, "choices": [choice], **usage})
             return
         for index, answer in enumerate(piece.choices):
-            for choice in self._end_choices(index, answer):
+            for choice in self.end_choices(index, answer):
                 version = {"system_fingerprint": _fingerprint(answer)} if choice["finish_reason"] else {}
-                yield event({**self._head, "choices": [choice], **usage, **version})
-        if self._include_usage:
-            yield event({**self._head, "choices": [], "usage": _usage(piece)})
+                yield event({**self.head, "choices": [choice], **usage, **version})
+        if self.asked.include_usage:
+            yield event({**self.head, "choices": [], "usage": _usage(piece)})
         yield b"data: [DONE]\n\n"
 
     def error(self, error: APIError) -> bytes:
@@ -328,10 +294,9 @@ def make_chat_writer(asked: ChatCompletionRequest, text_of_token: Callable[[int]
         chunks = []
         if calls or index not in begun:
             chunks.append(chunk(index, {"tool_calls": calls} if calls else {"content": ""}))
-        token_ids = _token_ids(answer) if asked.has_token_ids else {}
-        return [*chunks, chunk(index, token_ids, **_ending(asked, answer, text_of_token))]
+        return [*chunks, chunk(index, _token_ids(asked, answer), **_ending(asked, answer, text_of_token))]
 
-    return ChunkWriter(asked, "chatcmpl-", "chat.completion.chunk", delta_choices, end_choices)
+    return ChunkWriter(asked, _head(asked, "chatcmpl-", "chat.completion.chunk"), delta_choices, end_choices)
 
 
 CHAT_COMPLETIONS = Dialect("/v1/chat/completions", ChatCompletionRequest, chat_completion, make_chat_writer)
@@ -358,7 +323,7 @@ class TokenCompletionRequest(CompletionFields):
     prompt_ids: Annotated[Many[Natural], Field(min_length=1), BeforeValidator(_check_prompt)] = Field(
         alias="prompt", description="Token ids of one prompt."
     )
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = Field(
+    top_logprobs: TopLogprobs | None = Field(
         None,
         alias="logprobs",
         description="Number of most likely tokens beside the log-probability of each sampled one, up to 20; 0 for that "
@@ -376,7 +341,6 @@ class TokenCompletionRequest(CompletionFields):
     best_of: Annotated[Any, Refused("ask for n choices, and choose", 1)] = None
     echo: Annotated[Any, Refused("the reply has prompt_token_ids", False)] = None
     suffix: Annotated[Any, Refused("the policy writes from left to right", "")] = None
-    prompt_embeds: Annotated[Any, Refused("give the token ids in prompt")] = None
 
     def to_request(self) -> CompletionRequest:
         """Return what to sample.
@@ -445,7 +409,7 @@ def make_text_writer(asked: TokenCompletionRequest, text_of_token: Callable[[int
     def end_choices(index: int, answer: Reply) -> list[dict[str, Any]]:
         return [{"index": index, "text": "", **_text_ending(asked, answer, text_of_token)}]
 
-    return ChunkWriter(asked, "cmpl-", "text_completion", delta_choices, end_choices)
+    return ChunkWriter(asked, _head(asked, "cmpl-", "text_completion"), delta_choices, end_choices)
 
 
 COMPLETIONS = Dialect("/v1/completions", TokenCompletionRequest, text_completion, make_text_writer)

@@ -64,26 +64,32 @@ class Guard:
         """Answer a request, by the app or by a refusal."""
         if scope["type"] != "http":
             raise RuntimeError(f"a guard admits HTTP only, and got {scope['type']}")
-        response = _Response(send)
+        has_begun = False
+
+        async def respond(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
             self._check_source(scope)
             self._check_key(scope)
             if self.num_requests >= self._limits.max_requests:
                 raise _busy(f"{self.num_requests} requests are being answered, which is the most")
         except APIError as error:
-            await refuse(error, scope, receive, response.send)
+            await refuse(error, scope, receive, respond)
             return
         self.num_requests += 1
         try:
             receive_body = await self._body(scope, receive)
             if receive_body is not None:  # else the client went away
-                await self._app(scope, receive_body, response.send)
+                await self._app(scope, receive_body, respond)
         except APIError as error:
-            await refuse(error, scope, receive, response.send)
+            await refuse(error, scope, receive, respond)
         except asyncio.CancelledError:  # the server stops, or the episode of the call has ended
-            if not response.has_begun:
+            if not has_begun:
                 ended = unavailable("the episode of this call has ended, or the server is stopping")
-                await refuse(ended, scope, receive, response.send)
+                await refuse(ended, scope, receive, respond)
         finally:
             self.num_requests -= 1
             self.num_answered += 1
@@ -103,18 +109,12 @@ class Guard:
         host = headers.get(b"host", "")
         name = _host_name(host)
         if not name or not (self._hosts is None or name in self._hosts or is_loopback(name)):
-            raise APIError(
-                f"the host {host[:100]!r} is not one of this server: set it as the name in serve.url",
-                status=421,
-                code="unknown_host",
-            )
+            told = f"the host {host[:100]!r} is not one of this server: set it as the name in serve.url"
+            raise APIError(told, status=421, code="unknown_host")
         origin = headers.get(b"origin")
         if origin is not None and origin.partition("://")[2].lower() != host.lower():
-            raise APIError(
-                f"requests of web pages of {origin[:100]!r} are not answered",
-                status=403,
-                code="foreign_origin",
-            )
+            told = f"requests of web pages of {origin[:100]!r} are not answered"
+            raise APIError(told, status=403, code="foreign_origin")
 
     def _check_key(self, scope: Scope) -> None:
         """Raise an `APIError` unless the request has the key of the server, or belongs to an episode."""
@@ -137,9 +137,7 @@ class Guard:
     async def _body(self, scope: Scope, receive: Receive) -> Receive | None:
         """Read the body of a request, and return a `receive` that gives it; None if the client went away meanwhile."""
         limit = self._limits.max_body_bytes
-        too_large = APIError(
-            f"the body is larger than {limit} bytes", status=413, kind="invalid_request_error", code="body_too_large"
-        )
+        too_large = APIError(f"the body is larger than {limit} bytes", status=413, code="body_too_large")
         lengths = [value for name, value in scope["headers"] if name == b"content-length"]
         if any(int(length) > limit for length in lengths):
             raise too_large
@@ -183,18 +181,6 @@ def _refuse_key(message: str) -> APIError:
 def _digest(key: bytes) -> bytes:
     """Return a hash of a key, so that comparing takes the same time whatever the length of the key."""
     return hashlib.sha256(key).digest()
-
-
-class _Response:
-    """The sending of a response; `has_begun` is True from its first byte on."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.has_begun = False
-
-    async def send(self, message: Message) -> None:
-        self.has_begun = True
-        await self._send(message)
 
 
 async def refuse(error: APIError, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,9 +14,11 @@ from pydantic_core import PydanticCustomError
 from pydantic_core.core_schema import ValidationInfo
 
 from jaxft import ChatRequest, Delta, Reply, ToolCall
-from jaxft.rollout import MAX_TOOLS
 from jaxft.serving.schemas import (
+    VARIABLES,
+    AllowedCallers,
     APIRequest,
+    Caller,
     Count,
     Dialect,
     Ignored,
@@ -26,11 +28,12 @@ from jaxft.serving.schemas import (
     RequestObject,
     Stops,
     TextOr,
+    Tools,
+    function_tool,
 )
 from jaxft.serving.wire import APIError, count_tokens, event, make_id
 
 OWN_TOOLS = Refused("Anthropic's own tools do not run here")
-CALLER = Refused("only the model itself calls tools", {"type": "direct"})
 
 
 class Cached(RequestObject):
@@ -70,7 +73,7 @@ class ToolUseBlock(Cached):
     id: str = Field(description="Name of the call, which its result refers to.")
     name: Name = Field(description="Name of the function.")
     input: dict[str, Any] = Field(description="Arguments of the function.")
-    caller: Annotated[Any, CALLER] = None
+    caller: Caller = None
     toolset_name: Annotated[Any, OWN_TOOLS] = None
 
 
@@ -108,6 +111,9 @@ class SystemMessage(RequestObject):
     content: TextOr[list[TextBlock]]
 
 
+AnyMessage = UserMessage | AssistantMessage | SystemMessage
+
+
 class MessagesTool(Cached):
     """A function that the model may call."""
 
@@ -119,21 +125,18 @@ class MessagesTool(Cached):
     eager_input_streaming: Ignored = Field(None, description="Tool calls come whole, at the end.")
     input_examples: Annotated[Any, Refused("put them into the description", [])] = None
     defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
-    allowed_callers: Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])] = None
+    allowed_callers: AllowedCallers = None
 
     def as_tool(self) -> dict[str, Any]:
         """Return the function in OpenAI's format."""
-        description = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **description, "parameters": self.input_schema}}
+        return function_tool(self.name, self.description, self.input_schema)
 
 
 class ToolChoice(RequestObject):
     """Choice whether the answer calls tools, and which."""
 
     type: Literal["auto", "any", "tool", "none"] = Field(description="`auto`, `any`, `tool` or `none`.")
-    name: str | None = Field(
-        None, validate_default=True, description="With `tool`: the function that the answer must call."
-    )
+    name: str | None = Field(None, validate_default=True, description="With `tool`: the function to call.")
     disable_parallel_tool_use: bool | None = Field(None, description="True: the first call of an answer counts.")
 
     @field_validator("name")
@@ -145,27 +148,20 @@ class ToolChoice(RequestObject):
 
     def as_choice(self) -> str | dict[str, Any]:
         """Return OpenAI's `tool_choice`."""
-        if self.type == "tool":
-            return {"type": "function", "function": {"name": self.name}}
-        return "required" if self.type == "any" else self.type
+        return function_tool(self.name) if self.name else "required" if self.type == "any" else self.type
 
 
 class MessagesRequest(APIRequest):
     """A request of messages."""
 
-    messages: Annotated[
-        list[Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]],
-        Field(min_length=1),
-    ] = Field(description="The conversation, of text and tools only; the last message is not the assistant's.")
+    messages: Annotated[list[Annotated[AnyMessage, Field(discriminator="role")]], Field(min_length=1)] = Field(
+        description="The conversation, of text and tools only; the last message is not the assistant's."
+    )
     max_tokens: Count = Field(description="Limit of sampled tokens.")
     system: TextOr[list[TextBlock]] | None = Field(None, description="Text, or blocks of text: the first message.")
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="Functions that the model may call."
-    )
-    tool_choice: ToolChoice | None = Field(None, description="The choice says if the answer calls tools, and which.")
-    stop: Stops | None = Field(
-        None, alias="stop_sequences", description="Strings that end the answer, any number of them."
-    )
+    tools: Tools[MessagesTool] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: ToolChoice | None = Field(None, description="`auto`, `any`, `none` or a function.")
+    stop: Stops | None = Field(None, alias="stop_sequences", description="Strings that end the answer.")
     top_k: Natural | None = Field(None, description="Number of most likely tokens to draw from; 0 for all.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     metadata: Ignored = Field(None, description="Names the end user, for Anthropic's monitoring.")
@@ -174,13 +170,7 @@ class MessagesRequest(APIRequest):
     inference_geo: Ignored = Field(None, description="The policy runs on this machine.")
     speed: Ignored = Field(None, description="There is one speed.")
     diagnostics: Ignored = Field(None, description="Diagnostics tell of Anthropic's prompt cache.")
-    thinking: Annotated[
-        Any,
-        Refused(
-            "give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}",
-            {"type": "adaptive"},
-        ),
-    ] = None
+    thinking: Annotated[Any, Refused(VARIABLES, {"type": "adaptive"})] = None
     output_config: Annotated[
         Any, Refused("sampling is not constrained: ask for format and effort in the prompt", {})
     ] = None
@@ -220,7 +210,7 @@ def _texts(content: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
     return content if isinstance(content, str) else [{"type": "text", "text": block.text} for block in content]
 
 
-def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> Iterator[dict[str, Any]]:
+def _messages(message: AnyMessage) -> Iterator[dict[str, Any]]:
     """Yield a message as OpenAI's messages: each result of a tool is one of its own."""
     if isinstance(message.content, str) or not message.content:
         yield {"role": message.role, "content": message.content or ""}
@@ -236,10 +226,8 @@ def _messages(message: UserMessage | AssistantMessage | SystemMessage) -> Iterat
 
 def _answer(blocks: Sequence[AssistantBlock]) -> dict[str, Any]:
     """Return the blocks of an answer as OpenAI's message."""
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": _texts([block for block in blocks if isinstance(block, TextBlock)]),
-    }
+    content = _texts([block for block in blocks if isinstance(block, TextBlock)])
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)

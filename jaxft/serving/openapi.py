@@ -1,82 +1,19 @@
-"""The app's OpenAPI 3.1 schema, made of the models of requests and of those of replies, which stand here."""
+"""The app's OpenAPI 3.1 schema, made of the models of requests and replies, some of which are openai's own."""
 
 import functools
 from typing import Annotated, Any, Literal
 
+from openai.types import Completion, ErrorObject, Model
+from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS, ChatToolCall
+from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS
 from jaxft.serving.messages_api import MESSAGES, TextBlock, ThinkingBlock, ToolUseBlock
 from jaxft.serving.responses_api import RESPONSES, FunctionCall, MessageItem, ReasoningItem
 from jaxft.serving.wire import openai_error
 
 Number = Annotated[int, Field(ge=0)]
-
-
-class CompletionUsage(BaseModel):
-    """Counts of tokens."""
-
-    prompt_tokens: Number
-    completion_tokens: Number
-    total_tokens: Number
-
-
-class Choice(BaseModel):
-    """An answer, of a chat or of token ids."""
-
-    index: Number
-    finish_reason: Literal["stop", "length", "tool_calls"]
-    logprobs: dict[str, Any] | None
-    token_ids: list[Number] = []
-
-
-class Answer(BaseModel):
-    """The message of an answer."""
-
-    role: Literal["assistant"]
-    content: str | None
-    reasoning_content: str = ""
-    tool_calls: list[ChatToolCall] = []
-
-
-class ChatChoice(Choice):
-    """An answer of a chat."""
-
-    message: Answer
-
-
-class TextChoice(Choice):
-    """An answer to token ids."""
-
-    text: str
-    stop_reason: str | int | None
-    prompt_token_ids: list[Number] = []
-
-
-class Completion(BaseModel):
-    """A reply, to a chat or to token ids."""
-
-    id: str
-    created: Number
-    model: str
-    system_fingerprint: str
-    usage: CompletionUsage
-
-
-class ChatCompletion(Completion):
-    """A reply to a chat."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    prompt_token_ids: list[Number] = []
-
-
-class TextCompletion(Completion):
-    """A reply to token ids."""
-
-    object: Literal["text_completion"]
-    choices: list[TextChoice]
 
 
 class Usage(BaseModel):
@@ -111,13 +48,9 @@ class Response(BaseModel):
     usage: Usage
 
 
-class ModelCard(BaseModel):
+class ModelCard(Model):
     """A language model."""
 
-    id: str
-    object: Literal["model"]
-    created: Number
-    owned_by: str
     max_model_len: Number
 
 
@@ -142,19 +75,10 @@ class OpenAPI(BaseModel):
     paths: dict[str, Any]
 
 
-class OpenAIFault(BaseModel):
-    """OpenAI's description of an error."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
 class OpenAIError(BaseModel):
     """OpenAI's error."""
 
-    error: OpenAIFault
+    error: ErrorObject
 
 
 class AnthropicFault(BaseModel):
@@ -173,7 +97,7 @@ class AnthropicError(BaseModel):
 
 REPLIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletion,
-    "/v1/completions": TextCompletion,
+    "/v1/completions": Completion,
     "/v1/messages": MessagesReply,
     "/v1/responses": Response,
     "/v1/models": ModelList,

@@ -11,8 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from jaxft import ChatRequest, Delta, Reply, ToolCall
-from jaxft.rollout import MAX_TOOLS
 from jaxft.serving.schemas import (
+    VARIABLES,
+    AllowedCallers,
+    Caller,
     ChatFields,
     Count,
     Dialect,
@@ -22,6 +24,8 @@ from jaxft.serving.schemas import (
     Refused,
     RequestObject,
     TextOr,
+    Tools,
+    function_tool,
 )
 from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_error
 
@@ -98,7 +102,7 @@ class CallItem(Item):
     """Fields of a call of a function, and of its output."""
 
     call_id: str = Field(description="Name of the call, the same in the call and in its output.")
-    caller: Annotated[Any, Refused("only the model itself calls tools", {"type": "direct"})] = None
+    caller: Caller = None
     namespace: Annotated[Any, Refused("tools have no namespaces")] = None
 
 
@@ -137,13 +141,12 @@ class ResponsesTool(RequestObject):
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
     strict: bool | None = Field(None, description="Arguments are a JSON object; sampling is not constrained further.")
     defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
-    allowed_callers: Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])] = None
+    allowed_callers: AllowedCallers = None
     output_schema: Annotated[Any, Refused("put it into the description")] = None
 
     def as_tool(self) -> dict[str, Any]:
         """Return the function in the format of chat completions."""
-        given = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {name: each for name, each in given.items() if each is not None}}
+        return function_tool(self.name, self.description, self.parameters)
 
 
 class ResponsesToolChoice(RequestObject):
@@ -165,9 +168,7 @@ class ResponsesRequest(ChatFields):
         description="Text of the user, or the whole conversation as items of text, reasoning, calls and their outputs.",
     )
     instructions: str | None = Field(None, description="Text of the system: the first message.")
-    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="Functions that the model may call."
-    )
+    tools: Tools[ResponsesTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: TextOr[ResponsesToolChoice] | None = Field(
         None, description="`auto`, `none`, `required` or a function."
     )
@@ -184,12 +185,7 @@ class ResponsesRequest(ChatFields):
     context_management: Annotated[Any, Refused("send the conversation as it shall be read", [])] = None
     truncation: Annotated[Any, Refused("set llms.<name>.long_prompts in the configuration", "disabled")] = None
     include: Annotated[
-        Any,
-        Refused(
-            "reasoning is in the items as text; log-probabilities come with chat completions",
-            [],
-            ["reasoning.encrypted_content"],
-        ),
+        Any, Refused("log-probabilities come with chat completions", [], ["reasoning.encrypted_content"])
     ] = None
     top_logprobs: Annotated[Any, Refused("log-probabilities come with chat completions", 0)] = None
     text: Annotated[
@@ -201,10 +197,7 @@ class ResponsesRequest(ChatFields):
             {"format": {"type": "text"}, "verbosity": "medium"},
         ),
     ] = None
-    reasoning: Annotated[
-        Any,
-        Refused("give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}", {}),
-    ] = None
+    reasoning: Annotated[Any, Refused(VARIABLES, {})] = None
     image: Annotated[Any, Refused("the policy reads text only")] = None
 
     def to_request(self) -> ChatRequest:
@@ -217,7 +210,7 @@ class ResponsesRequest(ChatFields):
         arguments = self.arguments(ChatRequest)
         arguments["tools"] = [tool.as_tool() for tool in self.tools or ()]
         if isinstance(self.tool_choice, ResponsesToolChoice):
-            arguments["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+            arguments["tool_choice"] = function_tool(self.tool_choice.name)
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         said = self.messages
         asked = [{"role": "user", "content": said}] if isinstance(said, str) else _messages(said)
@@ -248,9 +241,7 @@ def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
         elif isinstance(item, MessageItem):
             answer["content"] = _texts(item.content)
         else:
-            function = {"name": item.name, "arguments": item.arguments}
-            call = {"id": item.call_id, "type": "function", "function": function}
-            answer.setdefault("tool_calls", []).append(call)
+            answer.setdefault("tool_calls", []).append(ToolCall(item.call_id, item.name, item.arguments).as_message())
     return messages
 
 
@@ -293,18 +284,19 @@ def _part(kind: str, text: str) -> dict[str, Any]:
 
 
 def _call_item(tool_call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": make_id("fc_"),
-        "type": "function_call",
-        "status": "completed",
-        "call_id": tool_call.id,
-        "name": tool_call.name,
-        "arguments": tool_call.arguments,
-    }
+    call = {"call_id": tool_call.id, "name": tool_call.name, "arguments": tool_call.arguments}
+    return {"id": make_id("fc_"), "type": "function_call", "status": "completed", **call}
 
 
 def _status(reply: Reply) -> str:
     return "incomplete" if reply.finish_reason == "length" else "completed"
+
+
+UNVARIED = {
+    **{"object": "response", "error": None, "previous_response_id": None, "store": False, "background": False},
+    **{"truncation": "disabled", "text": {"format": {"type": "text"}}, "metadata": {}},
+}
+"""Fields of every response."""
 
 
 def _response(
@@ -312,12 +304,10 @@ def _response(
 ) -> dict[str, Any]:
     """Return the JSON of a response, which is in progress until there is a reply."""
     status, choice = "in_progress" if reply is None else _status(reply), asked.tool_choice
-    return {
+    return UNVARIED | {
         "id": response_id,
-        "object": "response",
         "created_at": created_at,
         "status": status,
-        "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": asked.model,
         "output": output,
@@ -328,25 +318,15 @@ def _response(
         "tool_choice": choice.model_dump() if isinstance(choice, ResponsesToolChoice) else choice or "auto",
         "tools": [tool.model_dump(exclude_unset=True) for tool in asked.tools or ()],
         "top_p": 1.0 if asked.top_p is None else asked.top_p,
-        "previous_response_id": None,
-        "store": False,
-        "background": False,
-        "truncation": "disabled",
-        "text": {"format": {"type": "text"}},
-        "metadata": {},
         "usage": None if reply is None else _usage(reply),
     }
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
-    input_tokens, output_tokens = count_tokens(reply)
-    return {
-        "input_tokens": input_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": input_tokens + output_tokens,
-    }
+    prompt, sampled = count_tokens(reply)
+    counts = {"input_tokens": prompt, "output_tokens": sampled, "total_tokens": prompt + sampled}
+    no_cache = {"cached_tokens": 0, "cache_write_tokens": 0}
+    return {**counts, "input_tokens_details": no_cache, "output_tokens_details": {"reasoning_tokens": 0}}
 
 
 class ResponseWriter:
@@ -366,10 +346,9 @@ class ResponseWriter:
             yield self._event("response.created", response=self._response(None))
             yield self._event("response.in_progress", response=self._response(None))
         if isinstance(piece, Delta):
-            if piece.reasoning_content:
-                yield from self._add("reasoning", piece.reasoning_content)
-            if piece.content:
-                yield from self._add("message", piece.content)
+            for kind, text in (("reasoning", piece.reasoning_content), ("message", piece.content)):
+                if text:
+                    yield from self._add(kind, text)
             return
         if not piece.tool_calls and (self._open is None or self._open[0] != "message"):
             yield from self._add("message", "")

@@ -22,7 +22,6 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
     WrapValidator,
-    field_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 from pydantic_core.core_schema import ValidationInfo, ValidatorFunctionWrapHandler
@@ -30,7 +29,7 @@ from pydantic_core.core_schema import ValidationInfo, ValidatorFunctionWrapHandl
 from jaxft import ChatRequest, CompletionRequest, Reply
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import RequestError
-from jaxft.rollout import MAX_CHOICES, TOOL_NAME
+from jaxft.rollout import MAX_CHOICES, MAX_TOOLS, TOOL_NAME
 from jaxft.serving.wire import APIError, EventWriter, openai_error
 
 MAX_INTEGER = 2**31 - 1
@@ -41,6 +40,9 @@ MAX_FAULTS = 5
 
 WAY_OUT = "the policy reads text only, and tools are functions of the agent's"
 """Advice in the refusal of an object of another type."""
+
+VARIABLES = "give the chat template its own variable, as in chat_template_kwargs={'enable_thinking': false}"
+"""Advice in the refusal of a setting of reasoning."""
 
 Item = TypeVar("Item")
 
@@ -67,6 +69,7 @@ Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Seed = Annotated[int, Field(gt=-(2**63), lt=2**63)]
 Stops = Many[Annotated[str, Field(min_length=1)]]
+Tools = Annotated[list[Item], Field(max_length=MAX_TOOLS)]
 Name = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 
@@ -101,6 +104,21 @@ class Refused:
 Ignored = Annotated[Any, AfterValidator(lambda value: None)]
 """A field without effect, which does no harm, as its description says."""
 
+Caller = Annotated[Any, Refused("only the model itself calls tools", {"type": "direct"})]
+AllowedCallers = Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])]
+
+
+def needs(flag: str) -> AfterValidator:
+    """Return the annotation of a value that asks for nothing, or needs the field `flag` before it to be true."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        asks = not isinstance(value, BaseModel) or bool(value.model_fields_set)
+        if asks and not info.data.get(flag):
+            raise PydanticCustomError("impossible", f"it needs {flag} to be true")
+        return value
+
+    return AfterValidator(check)
+
 
 class Like:
     """Annotation of a value that the core checks: its JSON schema is that of a type."""
@@ -111,6 +129,12 @@ class Like:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Return the JSON schema of the type."""
         return handler(self._adapter.core_schema)
+
+
+def function_tool(name: str, description: str | None = None, parameters: Any = None) -> dict[str, Any]:
+    """Return a function in the format of chat completions, or with its name alone, the choice to call it."""
+    given = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {name: each for name, each in given.items() if each is not None}}
 
 
 class RequestObject(BaseModel):
@@ -210,7 +234,9 @@ class CompletionFields(OpenAIRequest):
     logit_bias: Annotated[dict[str, Any], AfterValidator(_read_logit_bias), Like(dict[str, Number])] | None = Field(
         None, description="Numbers added to the logits of token ids."
     )
-    stream_options: StreamOptions | None = Field(None, description="`include_usage`; `include_obfuscation` is ignored.")
+    stream_options: Annotated[StreamOptions, needs("stream")] | None = Field(
+        None, description="`include_usage`; `include_obfuscation` is ignored."
+    )
     frequency_penalty: Annotated[Any, Refused("sampling has no penalties", 0)] = None
     presence_penalty: Annotated[Any, Refused("sampling has no penalties", 0)] = None
     response_format: Annotated[
@@ -245,19 +271,6 @@ class CompletionFields(OpenAIRequest):
     skip_special_tokens: Annotated[Any, Refused("text never has control tokens, token ids do", True)] = None
     spaces_between_special_tokens: Annotated[Any, Refused("text never has control tokens, token ids do", True)] = None
     structured_outputs: Annotated[Any, Refused("sampling is not constrained")] = None
-    guided_json: Annotated[Any, Refused("sampling is not constrained")] = None
-    guided_regex: Annotated[Any, Refused("sampling is not constrained")] = None
-    guided_choice: Annotated[Any, Refused("sampling is not constrained")] = None
-    guided_grammar: Annotated[Any, Refused("sampling is not constrained")] = None
-    kv_transfer_params: Annotated[Any, Refused("there is one engine", {})] = None
-    vllm_xargs: Annotated[Any, Refused("extensions of vLLM do not run here", {})] = None
-
-    @field_validator("stream_options")
-    @classmethod
-    def _check_stream_options(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if options is not None and options.model_fields_set and not info.data.get("stream"):
-            raise PydanticCustomError("impossible", "it needs stream to be true")
-        return options
 
     @property
     def include_usage(self) -> bool:

@@ -11,7 +11,7 @@ import resource
 import socket
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -54,8 +54,11 @@ class Server:
 
     Attributes:
         guard: the app with its limits, and counts of requests.
+        limits: limits of requests and connections.
         url: address, such as `http://127.0.0.1:8000`; it is open from the moment on that the server is made.
-        max_connections: connections that are served at the same time.
+        max_connections: connections that are served at the same time; of twice as many, one is closed for each new one.
+        strangers: connections of which no request was admitted yet, the oldest first, with the times at which they
+            came.
     """
 
     def __init__(
@@ -82,19 +85,25 @@ class Server:
             ValueError: the address can be reached from elsewhere, and there is no key.
             OSError: the address is in use, or is none of this machine.
         """
-        limits = Limits() if limits is None else limits
+        self.limits = limits = Limits() if limits is None else limits
         self.guard = Guard(app, host=host, api_key=api_key, allowed_hosts=allowed_hosts, limits=limits)
-        listening = _listen(host, port)
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listening = socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=is_dual)
         name = host if ":" not in host else f"[{host}]"
         self.url = f"http://{name}:{listening.getsockname()[1]}"
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = max(CONNECTIONS_PER_REQUEST * limits.max_requests, MIN_CONNECTIONS)
         self.max_connections = most if most_files < 0 else min(most, most_files // SHARE_OF_FILES)
-        self._strangers: dict[H11Protocol, float] = {}  # since when, the oldest first
+        self.strangers: dict[LimitedProtocol, float] = {}
+
+        class Protocol(LimitedProtocol):
+            owner = self
+
         config = uvicorn.Config(
             self._admit,
             interface="asgi3",
-            http=_protocol(limits, self, self._strangers),
+            http=Protocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -118,18 +127,32 @@ class Server:
         """Answer a request unless too many connections are open."""
         connection = scope["state"][CONNECTION]
         if self.guard.admits(scope):
-            self._strangers.pop(connection, None)
+            self.strangers.pop(connection, None)
 
         async def send_unless_gone(message: Message) -> None:
             # A step gives many events at once, and asyncio warns of each that is written after the client has left.
             if not connection.transport.is_closing():
                 await send(message)
 
-        count = self.num_connections - len(self._strangers)
+        count = self.num_connections - len(self.strangers)
         if count > self.max_connections:
             await refuse(unavailable(f"{count} connections are open"), scope, receive, send_unless_gone)
         else:
             await self.guard(scope, receive, send_unless_gone)
+
+    def add_stranger(self, connection: "LimitedProtocol") -> None:
+        """Remember a new connection, and close the oldest strangers where there are too many."""
+        now = self.strangers[connection] = connection.loop.time()
+        most = self.max_connections // STRANGERS_SHARE
+        while len(self.strangers) > most and now - next(iter(self.strangers.values())) >= STRANGER_SECONDS:
+            self._close_oldest_stranger()
+        if self.num_connections > 2 * self.max_connections:
+            self._close_oldest_stranger()
+
+    def _close_oldest_stranger(self) -> None:
+        oldest = next(iter(self.strangers))
+        del self.strangers[oldest]
+        oldest.transport.abort()
 
     @property
     def num_connections(self) -> int:
@@ -142,110 +165,76 @@ class Server:
         await asyncio.to_thread(self._thread.join)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address.
+class LimitedProtocol(H11Protocol):
+    """uvicorn's protocol, which closes a connection whose client sends a head, or reads, too slowly.
 
-    Raises:
-        OSError: the address is in use, or is none of this machine.
-    """
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(2048)
-    except BaseException:
-        listening.close()
-        raise
-    return listening
-
-
-def _protocol(limits: Limits, server: Server, strangers: dict[H11Protocol, float]) -> type[H11Protocol]:
-    """Return uvicorn's protocol, which closes a connection whose client sends a head, or reads, too slowly.
-
-    Args:
-        limits: limits of times.
-        server: the server, whose `max_connections` are served; of twice as many, one is closed for each further one.
-        strangers: the connections of which no request was admitted yet, with the times at which they came.
+    Attributes:
+        owner: the server of the connection; a class of its own for each server says which.
     """
 
-    class LimitedProtocol(H11Protocol):
-        _head_timer: asyncio.TimerHandle | None = None
-        _write_timer: asyncio.TimerHandle | None = None
+    owner: ClassVar[Server]
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            transport.set_write_buffer_limits(0)  # so that the time for writing begins with the first unread byte
-            self.app_state = {**self.app_state, CONNECTION: self}
-            now = strangers[self] = self.loop.time()
-            while len(strangers) > server.max_connections // STRANGERS_SHARE:
-                if now - next(iter(strangers.values())) < STRANGER_SECONDS:
-                    break
-                self._close_oldest()
-            if len(self.connections) > 2 * server.max_connections:
-                self._close_oldest()
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        transport.set_write_buffer_limits(0)  # so that the time for writing begins with the first unread byte
+        self.app_state = {**self.app_state, CONNECTION: self}
+        self.owner.add_stranger(self)
+        self._time_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time_head()
+        # uvicorn stops reading when a further request comes, and would not hear that the client goes away.
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are no HTTP, in the format of the path if they are in the body of a request."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # a response has begun
+            self.transport.abort()
+            return
+        path = ""
+        if self.cycle is not None and not self.cycle.response_complete:
+            path = episode_token(dict(self.scope))[1]["path"]
+            self.cycle.disconnected = True  # the app's own answer would be a second one
+        error = APIError("the request is no valid HTTP/1.1", code="invalid_http")
+        response = error_response(error, path, {"connection": "close"})
+        head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.trailing_data[0]:  # a part of the next head came with this request
             self._time_head()
 
-        def _close_oldest(self) -> None:
-            oldest = next(iter(strangers))
-            del strangers[oldest]
-            oldest.transport.abort()
+    def connection_lost(self, error: Exception | None) -> None:
+        self._stop("head")
+        self._stop("write")
+        self.owner.strangers.pop(self, None)
+        super().connection_lost(error)
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._time_head()
-            # uvicorn stops reading when a further request comes, and would not hear that the client goes away.
-            if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
-                self.flow.resume_reading()
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start("write", self.owner.limits.write_seconds)
 
-        def send_400_response(self, msg: str) -> None:
-            """Refuse bytes that are no HTTP, in the format of the path if they are in the body of a request."""
-            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # a response has begun
-                self.transport.abort()
-                return
-            path = ""
-            if self.cycle is not None and not self.cycle.response_complete:
-                path = episode_token(dict(self.scope))[1]["path"]
-                self.cycle.disconnected = True  # the app's own answer would be a second one
-            error = APIError("the request is no valid HTTP/1.1", code="invalid_http")
-            response = error_response(error, path, {"connection": "close"})
-            head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")
-            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
-            self.transport.close()
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop("write")
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if self.conn.trailing_data[0]:  # a part of the next head came with this request
-                self._time_head()
+    def _time_head(self) -> None:
+        """Time the head of the next request until it has come."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop("head")
+        elif "head" not in self._timers:
+            self._start("head", self.owner.limits.head_seconds)
 
-        def connection_lost(self, error: Exception | None) -> None:
-            self._stop_timers()
-            strangers.pop(self, None)
-            super().connection_lost(error)
+    def _start(self, name: str, seconds: float) -> None:
+        """Close the connection after a time, unless the timer is stopped."""
+        self._timers[name] = self.loop.call_later(seconds, self.transport.abort)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._write_timer = self.loop.call_later(limits.write_seconds, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            if self._write_timer is not None:
-                self._write_timer.cancel()
-                self._write_timer = None
-
-        def _time_head(self) -> None:
-            """Time the head of the next request until it has come."""
-            is_waiting = self.conn.their_state is h11.IDLE
-            if is_waiting and self._head_timer is None:
-                self._head_timer = self.loop.call_later(limits.head_seconds, self.transport.abort)
-            elif not is_waiting and self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
-
-        def _stop_timers(self) -> None:
-            for timer in (self._head_timer, self._write_timer):
-                if timer is not None:
-                    timer.cancel()
-
-    return LimitedProtocol
+    def _stop(self, name: str) -> None:
+        if name in self._timers:
+            self._timers.pop(name).cancel()
