@@ -29,19 +29,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from jaxft.planning.hlo_memory import Value, near_values, read_bytes, rearranged, values, written
-from jaxft.planning.hlo_text import (
-    COLLECTIVES,
-    VIEWS,
-    Array,
-    Computation,
-    Instruction,
-    Module,
-    braced,
-    leaves,
-    numbers,
-    parse,
-)
+from jaxft.planning.hlo_memory import Value, near_values, read_bytes, rearranged, values, written_bytes
+from jaxft.planning.hlo_text import COLLECTIVES, VIEWS, Array, Computation, Instruction, braced, numbers, parse
 
 CACHED_BYTES = 16 * 2**20
 """Size of an array that stays in a GPU's cache, of 50 MiB on H100 and H200, until a later instruction reads it."""
@@ -172,61 +161,52 @@ def read(text: str, cached_bytes: int = 0) -> Program:
     >>> program.flops, program.bytes  # 2 x 8 x 16 x 4; 4 (8 x 16 + 16 x 4 + 8 x 4)
     (1024, 896)
     """
-    module = parse(text)
-    arguments = tuple(leaf for parameter in module.entry.parameters for leaf in leaves(parameter.type))
-    return Program(tuple(_launches(module, module.entry, 1, (), cached_bytes)), arguments)
+    entry = parse(text)
+    arguments = tuple(array for parameter in entry.parameters for array in parameter.type.values())
+    return Program(tuple(_launches(entry, 1, (), cached_bytes)), arguments)
 
 
-def _launches(
-    module: Module, at: Computation, times: int, loops: tuple[Loop, ...], cached_bytes: int
-) -> Iterator[Launch]:
+def _launches(at: Computation, times: int, loops: tuple[Loop, ...], cached_bytes: int) -> Iterator[Launch]:
     """Yield what a computation that runs `times` times, inside these loops, launches."""
     near = near_values(at, cached_bytes) if cached_bytes else set()
     for instruction in at.instructions.values():
         if instruction.opcode == "while":
-            loop = Loop(instruction.name, _trips(module, at, instruction))
+            loop = Loop(instruction.name, _trips(instruction))
             is_known, turns = loop.trips is not None, 1 if loop.trips is None else loop.trips
             if not is_known:
                 yield Launch("while", "while", loops, times)
             # Where the number of turns is known, the condition is no part of a turn.
             parts = ("condition", turns + 1, loops if is_known else (*loops, loop)), ("body", turns, (*loops, loop))
             for name, count, around in parts:
-                (inner,) = instruction.called(name)
-                yield from _launches(module, module.computations[inner], times * count, around, cached_bytes)
+                yield from _launches(*instruction.called(name), times * count, around, cached_bytes)
         elif instruction.opcode == "conditional":
-            names = instruction.called("branch_computations", "true_computation", "false_computation")
-            branches = [
-                Program(tuple(_launches(module, module.computations[name], times, loops, cached_bytes)), ())
-                for name in names
-            ]
+            called = instruction.called("branch_computations", "true_computation", "false_computation")
+            branches = [Program(tuple(_launches(each, times, loops, cached_bytes)), ()) for each in called]
             yield Launch("conditional", "conditional", loops, times)
             yield from max(branches, key=lambda branch: (branch.flops, branch.bytes)).launches
         elif instruction.work in ("call", "async-start"):
-            for name in instruction.called("to_apply", "calls"):
-                yield from _launches(module, module.computations[name], times, loops, cached_bytes)
+            for inner in instruction.called("to_apply", "calls"):
+                yield from _launches(inner, times, loops, cached_bytes)
         elif instruction.does_something:
-            yield _launch(module, at, instruction, times, loops, near)
+            yield _launch(instruction, times, loops, near)
 
 
-def _launch(
-    module: Module, at: Computation, instruction: Instruction, times: int, loops: tuple[Loop, ...], near: set[Value]
-) -> Launch:
+def _launch(instruction: Instruction, times: int, loops: tuple[Loop, ...], near: set[Value]) -> Launch:
     """Return the figures of an instruction that does something itself."""
     flops, kernels, collectives = 0, list[Kernel](), list[Collective]()
-    for inner, step in _steps(module, at, instruction):
-        operands = inner.operand_arrays(step)
-        if (product := _flops(step, operands)) is not None:
+    for step in _steps(instruction):
+        if (product := _flops(step)) is not None:
             flops += product
         elif step.work == "custom-call" and step.does_something:
-            path = step.op_name.removesuffix("/pallas_call").rpartition("/")[2]
+            path = step.find(r'op_name="((?:[^"\\]|\\.)*)"').removesuffix("/pallas_call").rpartition("/")[2]
             name = re.findall(r"[\w.=-]+", path)[-1:] or [step.name]  # `f` of `transpose(jvp(f))`
             kernels.append(Kernel(step.target, name[0], times))
-        elif step.work in COLLECTIVES and not inner.is_repeated(step):
-            kind = "reduce-scatter" if inner is not at and _is_cut(inner, step) else step.work
-            arrays = step.results if kind == "all-gather" else operands
-            collectives.append(Collective(kind, arrays, _group_size(module, step), times))
-    is_kernel, results = instruction.opcode == "custom-call" and bool(kernels), written(module, at, instruction)
-    reads = zip(read_bytes(module, at, instruction), instruction.operands, strict=True)
+        elif step.work in COLLECTIVES and not step.is_repeated:
+            kind = "reduce-scatter" if step is not instruction and _is_cut(step) else step.work
+            arrays = step.results if kind == "all-gather" else step.operand_arrays
+            collectives.append(Collective(kind, arrays, _group_size(step), times))
+    is_kernel, results = instruction.opcode == "custom-call" and bool(kernels), written_bytes(instruction)
+    reads = zip(read_bytes(instruction), instruction.operands, strict=True)
     return Launch(
         # `copy` of `copy.209.remat2`
         label=kernels[-1].name if is_kernel else re.sub(r"(\.(\d+|remat\d*|clone|sunk))+$", "", instruction.name),
@@ -234,91 +214,81 @@ def _launch(
         loops=loops,
         times=times,
         flops=flops,
-        reads=tuple(Access(size, near.issuperset(values(at, operand))) for size, operand in reads),
-        writes=tuple(Access(each.bytes, (instruction.name, each.place) in near) for each in results),
-        arrays=tuple(each.array for each in results),
+        reads=tuple(Access(size, near.issuperset(values(operand))) for size, operand in reads),
+        writes=tuple(Access(size, (instruction, place) in near) for place, size in results.items()),
+        arrays=tuple(instruction.results[place] for place in results),
         kernels=tuple(kernels),
         collectives=tuple(collectives),
-        rearranged=tuple(rearranged(module, at, instruction)),
+        rearranged=tuple(rearranged(instruction)),
     )
 
 
-def _steps(module: Module, at: Computation, instruction: Instruction) -> Iterator[tuple[Computation, Instruction]]:
-    """Yield an instruction with its computation, of a fusion those inside."""
-    if instruction.work == "fusion":
-        inner = module.fused(instruction)
-        for each in inner.instructions.values():
-            yield from _steps(module, inner, each)
-    else:
-        yield at, instruction
+def _steps(instruction: Instruction) -> list[Instruction]:
+    """Return an instruction, or those inside a fusion."""
+    if instruction.work != "fusion":
+        return [instruction]
+    (inner,) = instruction.called("calls")
+    return [step for each in inner.instructions.values() for step in _steps(each)]
 
 
 # How often a loop turns.
 
+COPIES = (*VIEWS, "copy", "convert", "copy-start", "copy-done")
 
-def _trips(module: Module, at: Computation, loop: Instruction) -> int | None:
+
+def _trips(loop: Instruction) -> int | None:
     """Return how often a loop turns; None if neither the compiler nor constants say it."""
     if known := loop.find(r'"known_trip_count":\s*\{"n":\s*"(\d+)"'):
         return int(known)
-    condition, body = (module.computations[loop.called(name)[0]] for name in ("condition", "body"))
-    test, initial = condition.root, at.source(loop.operands[0], COPIES)
+    condition, body = loop.called("condition", "body")
+    test, initial = condition.root, loop.operands[0].source(COPIES)
     if test.opcode != "compare" or "direction=LT" not in test.attributes or initial.opcode != "tuple":
         return None
-    counter = condition.source(test.operands[0], COPIES)
-    step = body.source(body.root.operands[counter.place], COPIES)
+    counter = test.operands[0].source(COPIES)
+    step = body.root.operands[counter.place].source(COPIES)
     if counter.opcode != "get-tuple-element" or step.opcode != "add":
         return None
-    terms = [body.source(name, COPIES) for name in step.operands]
-    steps = [_constant(module, body, term.name) for term in terms if not _is_element(body, term, counter.place)]
-    start = _constant(module, at, initial.operands[counter.place])
-    end = _constant(module, condition, test.operands[1])
+    terms = [operand.source(COPIES) for operand in step.operands]
+    steps = [_constant(term) for term in terms if not _is_carried(term, counter.place)]
+    start, end = _constant(initial.operands[counter.place]), _constant(test.operands[1])
     if start is None or end is None or len(steps) != 1 or not steps[0]:
         return None
     return max(0, -((start - end) // steps[0]))
 
 
-COPIES = (*VIEWS, "copy", "convert", "copy-start", "copy-done")
+def _is_carried(instruction: Instruction, place: int) -> bool:
+    """Return True if an instruction of a loop's body takes the element at `place` of the tuple that is carried."""
+    is_element = instruction.opcode == "get-tuple-element" and instruction.place == place
+    return is_element and instruction.operands == (instruction.at.parameters[0],)
 
 
-def _is_element(body: Computation, instruction: Instruction, place: int) -> bool:
-    """Return True if an instruction takes the element at `place` of the tuple that a loop carries."""
-    is_taken = instruction.opcode == "get-tuple-element" and instruction.place == place
-    return is_taken and instruction.operands == (body.parameters[0].name,)
-
-
-def _constant(module: Module, at: Computation, name: str) -> int | None:
-    """Return the integer that a name always has, also where loops carry it unchanged; None if it may vary."""
-    instruction = at.source(name, COPIES)
+def _constant(instruction: Instruction) -> int | None:
+    """Return the integer that a value always is, also where loops carry it unchanged; None if it may vary."""
+    instruction = instruction.source(COPIES)
     if instruction.opcode == "constant" and re.fullmatch(r"-?\d+", instruction.inside):
         return int(instruction.inside)
     if instruction.opcode != "get-tuple-element":
         return None
-    source, place = at.source(instruction.operands[0], COPIES), instruction.place
-    if source.opcode == "tuple":
-        return _constant(module, at, source.operands[place])
-    if source.opcode == "while":
-        outer, loop = at, source
-    elif source.opcode == "parameter" and at.name in module.callers:
-        outer, loop = module.callers[at.name]
-    else:
-        return None
-    body, initial = module.computations[loop.called("body")[0]], outer.source(loop.operands[0], COPIES)
-    is_kept = _is_element(body, body.source(body.root.operands[place], COPIES), place)
-    return _constant(module, outer, initial.operands[place]) if is_kept and initial.opcode == "tuple" else None
+    source, place = instruction.operands[0].source(COPIES), instruction.place
+    if source.opcode != "tuple":
+        loop = source if source.opcode == "while" else source.at.loop if source.opcode == "parameter" else None
+        if loop is None or not _is_carried(loop.called("body")[0].root.operands[place].source(COPIES), place):
+            return None
+        source = loop.operands[0].source(COPIES)
+    return _constant(source.operands[place]) if source.opcode == "tuple" else None
 
 
 # Products of matrices.
 
 
-def _flops(instruction: Instruction, operands: tuple[Array, ...]) -> int | None:
+def _flops(instruction: Instruction) -> int | None:
     """Return the operations of one product of matrices; None for anything else."""
     target = instruction.target if instruction.work == "custom-call" else ""
+    operands = instruction.operand_arrays
     if instruction.work == "convolution":
-        return _convolution_flops(instruction, operands)
-    if instruction.work == "dot":
-        inner = math.prod(operands[0].shape[i] for i in instruction.dimensions("lhs_contracting_dims"))
-    elif target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
-        found = instruction.find(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', is_needed=True)
+        return _convolution_flops(instruction)
+    if instruction.work == "dot" or target.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
+        found = instruction.find(r'lhs_contracting_dim\w+"?[=:]\s*[\[{]([^\]}]*)', is_needed=True)
         inner = math.prod(operands[0].shape[i] for i in numbers(found))
     elif target == "__onednn$matmul":
         # Operands may be transposed: whatever of the first is no row of the result is contracted.
@@ -328,24 +298,21 @@ def _flops(instruction: Instruction, operands: tuple[Array, ...]) -> int | None:
     return 2 * math.prod(instruction.results[0].shape) * inner
 
 
-def _convolution_flops(instruction: Instruction, operands: tuple[Array, ...]) -> int:
+WINDOW = {"stride": "1", "lhs_dilate": "1", "rhs_dilate": "1", "pad": "0"}
+"""Settings of a convolution's window along a dimension, with the values that texts leave out."""
+
+
+def _convolution_flops(instruction: Instruction) -> int:
     """Return the operations of a convolution: batch x features x kernel's input features x valid positions."""
     labels = re.split("_|->", instruction.find(r"dim_labels=([\w>-]+)", is_needed=True))
-    arrays = (*operands, *instruction.results)
-    inputs, kernel, outputs = (
-        dict(zip(*each, strict=True)) for each in zip(labels, (a.shape for a in arrays), strict=True)
-    )
-    spatial = sorted(label for label in inputs if label.isdigit())
+    shapes = [array.shape for array in (*instruction.operand_arrays, *instruction.results)]
+    inputs, kernel, outputs = (dict(zip(*each, strict=True)) for each in zip(labels, shapes, strict=True))
     window = dict(re.findall(r"(\w+)=([\dx_-]+)", braced(instruction.attributes, "window")))
-
-    def setting(name: str, default: int) -> list[int]:
-        """Return a number for each spatial dimension; of padding, `2_1x0_0`, the one before the elements."""
-        return [int(n.split("_")[0]) for n in window[name].split("x")] if name in window else [default] * len(spatial)
-
-    settings = setting("stride", 1), setting("lhs_dilate", 1), setting("rhs_dilate", 1), setting("pad", 0)
     flops = 2 * outputs["b"] * outputs["f"] * kernel["i"]
-    for label, *rest in zip(spatial, *settings, strict=True):
-        flops *= _valid_positions(inputs[label], kernel[label], outputs[label], *rest)
+    for place, label in enumerate(sorted(label for label in inputs if label.isdigit())):
+        given = [window[name].split("x")[place] if name in window else usual for name, usual in WINDOW.items()]
+        settings = (int(each.split("_")[0]) for each in given)  # of padding, `2_1`, the one before the elements
+        flops *= _valid_positions(inputs[label], kernel[label], outputs[label], *settings)
     return flops
 
 
@@ -359,7 +326,7 @@ def _valid_positions(inputs: int, kernel: int, outputs: int, stride: int, dilati
 # Collectives.
 
 
-def _group_size(module: Module, collective: Instruction) -> int:
+def _group_size(collective: Instruction) -> int:
     """Return how many devices exchange; groups read `{{0,1},{2,3}}`, `[2,4]<=[8]` or `mesh['a'=2,'b'=4] {'b'}`."""
     attributes = collective.attributes
     if collective.work == "collective-permute":
@@ -374,12 +341,13 @@ def _group_size(module: Module, collective: Instruction) -> int:
         return math.prod(int(part or sizes[axis]) for axis, part in axes)
     if "replica_groups=" in attributes and "replica_groups={}" not in attributes:
         raise ValueError(f"these groups cannot be read: {collective.name} = {collective.opcode}{attributes[:300]}")
-    return math.prod(map(int, re.findall(r"(?:num_partitions|replica_count)=(\d+)", module.header)))  # all devices
+    devices = re.findall(r"(?:num_partitions|replica_count)=(\d+)", collective.at.header)
+    return math.prod(map(int, devices))  # all of them
 
 
-def _is_cut(at: Computation, collective: Instruction) -> bool:
+def _is_cut(collective: Instruction) -> bool:
     """Return True if only slices of an all-reduce are used, which on TPUs is the form of a reduce-scatter."""
-    users = [user for user, _ in at.users[collective.name]]
-    if not isinstance(collective.type, Array):
-        users = [user for element in users for user, _ in at.users[element.name]]
+    users = [user for user, _ in collective.users]
+    if () not in collective.type:
+        users = [user for element in users for user, _ in element.users]
     return collective.work == "all-reduce" and bool(users) and all(user.opcode == "dynamic-slice" for user in users)

@@ -4,9 +4,9 @@
 """
 
 import re
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from jaxft.planning.hlo_text import COLLECTIVES, VIEWS, Array, Computation, Instruction, Module, braced, leaves, numbers
+from jaxft.planning.hlo_text import VIEWS, Array, Computation, Instruction, braced, numbers
 
 SLICES = ("slice", "dynamic-slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
@@ -24,118 +24,91 @@ REDUCING = ("dot", "convolution", "reduce", "reduce-window", "slice", "dynamic-s
 CONTROL = ("while", "conditional", "call", "async-start")
 """Instructions that run others, each of which reads and writes for itself."""
 
-Value: TypeAlias = tuple[str, int]
-"""A result of an instruction: the name and the place among its results."""
+Value: TypeAlias = tuple[Instruction, int]
+"""A result of an instruction: the instruction and the place among its results."""
 
 
-class WrittenResult(NamedTuple):
-    """A result that an instruction writes, its place among the results, and how many bytes are written."""
-
-    place: int
-    array: Array
-    bytes: int
-
-
-def read_bytes(module: Module, at: Computation, instruction: Instruction) -> list[int]:
+def read_bytes(instruction: Instruction) -> list[int]:
     """Return the bytes of device memory that an instruction reads of each operand when it runs once."""
-    operands = [sum(array.device_bytes for array in leaves(operand.type)) for operand in at.operands(instruction)]
-    if instruction.work != "fusion":
-        read = [_read_by(instruction, place, whole) for place, whole in enumerate(operands)]
-        if instruction.work == "custom-call":  # a kernel may take an array several times, to load several blocks of it
-            sources = [at.source(name).name for name in instruction.operands]
-            read = [0 if sources[place] in sources[:place] else size for place, size in enumerate(read)]
-        return read
-    inner, kept = module.fused(instruction), _passed_results(instruction)
-    names = [parameter.name for parameter in inner.parameters]
-    return [_fused_read(module, inner, name, whole, kept) for name, whole in zip(names, operands, strict=True)]
+    operands = [sum(array.device_bytes for array in operand.type.values()) for operand in instruction.operands]
+    if instruction.work == "fusion":
+        (inner,), passed = instruction.called("calls"), _passed_results(instruction)
+        return [_fused_read(each, whole, passed) for each, whole in zip(inner.parameters, operands, strict=True)]
+    # A kernel may take an array several times, to load several blocks of it.
+    sources = [operand.source() for operand in instruction.operands if instruction.work == "custom-call"]
+    again = {place for place, source in enumerate(sources) if source in sources[:place]}
+    return [0 if place in again else _read_by(instruction, place, whole) for place, whole in enumerate(operands)]
 
 
-def written(module: Module, at: Computation, instruction: Instruction) -> list[WrittenResult]:
-    """Return the results that an instruction writes; a fusion may pass others on."""
+def written_bytes(instruction: Instruction) -> dict[int, int]:
+    """Return the bytes of each result that an instruction writes, by its place; a fusion may pass others on."""
+    results = instruction.results
     if instruction.work != "fusion":
-        update = _update(at, instruction)
-        arrays = enumerate(instruction.results)
-        found = [WrittenResult(place, array, min(array.device_bytes, update or array.bytes)) for place, array in arrays]
+        update = _update(instruction)
+        found = {place: min(array.device_bytes, update or array.bytes) for place, array in enumerate(results)}
         if instruction.target.startswith(("__cublas$", "__cudnn$")) and len(found) > 1:
-            found[-1] = found[-1]._replace(bytes=0)  # the workspace
+            found[len(found) - 1] = 0  # the workspace
         return found
-    inner, kept = module.fused(instruction), _passed_results(instruction)
-    roots = inner.operands(inner.root) if inner.root.opcode == "tuple" else [inner.root]
-    makers = [root for root in roots for _ in leaves(root.type)]  # a reduction may have several results
-    found = []
-    for place, (maker, array) in enumerate(zip(makers, instruction.results, strict=True)):
-        maker, update = inner.source(maker.name), 0
-        while more := _update(inner, maker):
-            maker, update = inner.source(maker.operands[0]), update + more
+    (inner,), passed = instruction.called("calls"), _passed_results(instruction)
+    roots = inner.root.operands if inner.root.opcode == "tuple" else [inner.root]
+    makers = [root for root in roots for _ in root.type]  # a reduction may have several results
+    found = {}
+    for place, (maker, array) in enumerate(zip(makers, results, strict=True)):
+        maker, update = maker.source(), 0
+        while more := _update(maker):
+            maker, update = maker.operands[0].source(), update + more
         if update and maker.opcode == "parameter":
-            found.append(WrittenResult(place, array, min(array.device_bytes, update)))
-        elif (() if isinstance(instruction.type, Array) else (place,)) not in kept:
-            found.append(WrittenResult(place, array, array.device_bytes))
+            found[place] = min(array.device_bytes, update)
+        elif (() if () in instruction.type else (place,)) not in passed:
+            found[place] = array.device_bytes
     return found
 
 
-def values(at: Computation, name: str) -> list[Value]:
-    """Return the results that a name stands for, past tuples, views and the ends of asynchronous work."""
-    instruction = at.instructions[name]
+def values(instruction: Instruction) -> list[Value]:
+    """Return the results that an instruction stands for, past tuples, views and the ends of asynchronous work."""
     if instruction.opcode == "tuple":
-        return [value for operand in instruction.operands for value in values(at, operand)]
+        return [value for operand in instruction.operands for value in values(operand)]
     if instruction.opcode in (*VIEWS, "opt-barrier", "add-dependency") or instruction.opcode.endswith("-done"):
-        return values(at, instruction.operands[0])
+        return values(instruction.operands[0])
     if instruction.opcode == "get-tuple-element":
-        (whole,) = at.operands(instruction)
-        if not isinstance(whole.type, Array):
-            start = sum(len(leaves(element)) for element in whole.type[: instruction.place])
-            return values(at, whole.name)[start : start + len(leaves(instruction.type))]
-    return [(name, place) for place in range(len(instruction.results))]
+        (whole,) = instruction.operands
+        start = sum(index[0] < instruction.place for index in whole.type)
+        return values(whole)[start : start + len(instruction.type)]
+    return [(instruction, place) for place in range(len(instruction.results))]
 
 
 def near_values(at: Computation, most_bytes: int) -> set[Value]:
     """Return the results of at most so many bytes that an instruction of a computation writes and a later one reads."""
-    working = [each for each in at.instructions.values() if each.does_something and each.opcode != "constant"]
-    read = {value for each in working for operand in each.operands for value in values(at, operand)}
-    small = {
-        (each.name, place)
-        for each in working
-        for place, array in enumerate(each.results)
-        if array.device_bytes <= most_bytes and each.opcode not in CONTROL
-    }
-    return read & small
+    working = [each for each in at.instructions.values() if each.does_something]
+    read = {value for each in working for operand in each.operands for value in values(operand)}
+    makers = {each for each in working if each.opcode not in CONTROL}
+    return {(each, i) for each, i in read if each in makers and each.results[i].device_bytes <= most_bytes}
 
 
-def rearranged(module: Module, at: Computation, instruction: Instruction) -> list[tuple[str, Array]]:
+def rearranged(instruction: Instruction) -> list[tuple[str, Array]]:
     """Return opcode and result of each copy, concatenation, gather or transpose that an instruction writes to memory.
 
     A fusion writes what its results are computed from element by element. A transpose inside a product moves nothing,
     nor does a copy between the memories of a TPU change an order.
     """
     if instruction.work != "fusion":
-        is_move = instruction.work == "copy" and _is_move(at, instruction)
-        if instruction.work not in REARRANGING or is_move:
-            return []
-        return [(instruction.work, instruction.results[0])]
-    inner = module.fused(instruction)
-    found, seen, names = [], set(), [inner.root.name]
-    while names:
-        step = inner.instructions[names.pop()]
-        if step.name in seen:
-            continue
-        seen.add(step.name)
-        if step.opcode in REARRANGING or step.opcode == "fusion":
-            found += rearranged(module, inner, step)
-        elif step.opcode not in REDUCING:
-            names.extend(step.operands)
+        is_move = instruction.work == "copy" and instruction.operand_arrays[0].space != instruction.results[0].space
+        return [(instruction.work, instruction.results[0])] if instruction.work in REARRANGING and not is_move else []
+    (inner,), found = instruction.called("calls"), list[tuple[str, Array]]()
+    needed = {inner.root}  # to compute the results' elements
+    for step in reversed(inner.instructions.values()):
+        if step in needed and step.opcode in (*REARRANGING, "fusion"):
+            found += rearranged(step)
+        elif step in needed and step.opcode not in REDUCING:
+            needed.update(step.operands)
     return found
 
 
-def _is_move(at: Computation, copy: Instruction) -> bool:
-    return at.operand_arrays(copy)[0].space != copy.results[0].space
-
-
-def _update(at: Computation, instruction: Instruction) -> int:
+def _update(instruction: Instruction) -> int:
     """Return the bytes that an instruction writes into its first operand; 0 for one that does not update in place."""
     if instruction.work not in IN_PLACE:
         return 0
-    return at.instructions[instruction.operands[IN_PLACE[instruction.work]]].results[0].bytes
+    return instruction.operands[IN_PLACE[instruction.work]].results[0].bytes
 
 
 def _passed_results(fusion: Instruction) -> set[tuple[int, ...]]:
@@ -151,25 +124,22 @@ def _read_by(instruction: Instruction, place: int, whole: int) -> int:
     return 0 if place == 0 and instruction.work in IN_PLACE else whole
 
 
-def _fused_read(module: Module, at: Computation, name: str, whole: int, kept: set[tuple[int, ...]]) -> int:
-    """Return how many of the `whole` bytes of a fusion's operand its computation reads."""
-    if name == at.root.name:
-        return 0 if () in kept else whole
+def _fused_read(given: Instruction, whole: int, passed: set[tuple[int, ...]]) -> int:
+    """Return how many of the `whole` bytes of an array its users in a fusion read."""
+    if given is given.at.root:
+        return 0 if () in passed else whole
     read = 0
-    for user, place in at.users[name]:
-        if user.opcode in VIEWS:
-            read += _fused_read(module, at, user.name, whole, kept)
-        elif user.opcode in LAZY and not user.is_root:
+    for user, place in given.users:
+        inner = user.called("calls")[0] if user.opcode == "fusion" else None
+        if user.opcode in VIEWS or (inner is not None and inner.root.source() is inner.parameters[place]):
+            read += _fused_read(user, whole, passed)
+        elif inner is not None:
+            read += _fused_read(inner.parameters[place], whole, set())
+        elif user.opcode in LAZY and user is not user.at.root:
             converted = user.results[0].bytes
-            read += _fused_read(module, at, user.name, converted, kept) * whole // max(converted, 1)
-        elif user.opcode == "fusion":
-            inner = module.fused(user)
-            if inner.source(inner.root.name) is inner.parameters[place]:
-                read += _fused_read(module, at, user.name, whole, kept)
-            else:
-                read += _fused_read(module, inner, inner.parameters[place].name, whole, set())
+            read += _fused_read(user, converted, passed) * whole // max(converted, 1)
         elif user.opcode == "tuple":
-            read += 0 if (place,) in kept else whole
-        elif user.does_something and not (user.work in COLLECTIVES and at.is_repeated(user)):
+            read += 0 if (place,) in passed else whole
+        elif user.does_something and not user.is_repeated:
             read += _read_by(user, place, whole)
     return min(read, whole)

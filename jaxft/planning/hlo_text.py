@@ -7,9 +7,11 @@ locations before the first computation. A line of another form is an error.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple, TypeAlias
+from itertools import zip_longest
+from typing import NamedTuple, TypeAlias
 
 
 class Array(NamedTuple):
@@ -31,12 +33,9 @@ class Array(NamedTuple):
         >>> Array("bf16", (3, 100)).bytes, Array("bf16", (3, 100), (1, 0), "(8,128)(2,1)").bytes
         (600, 2048)
         """
-        sizes = [self.shape[i] for i in reversed(self.layout)] or list(self.shape)
-        if found := re.match(r"\(([\d,]+)\)", self.tiles):
-            tile = numbers(found[1])
-            sizes = [1] * (len(tile) - len(sizes)) + sizes
-            sizes[-len(tile) :] = [-(-n // t) * t for n, t in zip(sizes[-len(tile) :], tile, strict=True)]
-        return (math.prod(sizes) * bits(self.dtype) + 7) // 8
+        sizes, tile = [self.shape[i] for i in self.layout] or self.shape[::-1], numbers(self.tiles.partition(")")[0])
+        padded = (-(-n // t) * t for n, t in zip_longest(sizes, reversed(tile), fillvalue=1))
+        return (math.prod(padded) * bits(self.dtype) + 7) // 8
 
     @property
     def device_bytes(self) -> int:
@@ -44,8 +43,8 @@ class Array(NamedTuple):
         return self.bytes if self.space == 0 or (self.space == 1 and not self.tiles) else 0
 
 
-Type: TypeAlias = Array | tuple[Any, ...]
-"""An array or a tuple of types."""
+Type: TypeAlias = Mapping[tuple[int, ...], Array]
+"""The arrays of a type, in order, by their index: `(1, 0)` is the first element of the tuple that is the second one."""
 
 FREE = (
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier",
@@ -68,16 +67,18 @@ VIEWS = ("bitcast", "reshape")
 """Opcodes that, inside a fusion, give another shape to the same elements."""
 
 
-class Instruction(NamedTuple):
-    """A line `name = type opcode(inside), attributes`."""
+@dataclass(eq=False)
+class Instruction:
+    """A line `name = type opcode(inside), attributes`; operands and users are instructions of the same computation."""
 
     name: str
     opcode: str
     type: Type
-    operands: tuple[str, ...]
+    operands: tuple["Instruction", ...]
     inside: str  # of a constant its value, of a parameter its number
     attributes: str
-    is_root: bool
+    at: "Computation"
+    users: list[tuple["Instruction", int]] = field(default_factory=list)  # each with the place among its operands
 
     @property
     def work(self) -> str:
@@ -87,9 +88,21 @@ class Instruction(NamedTuple):
     @property
     def results(self) -> tuple[Array, ...]:
         """Arrays that the work gives; the type of most that start work has operands and a context beside them."""
-        if self.opcode == self.work or isinstance(self.type, Array) or self.opcode == "all-reduce-start":
-            return leaves(self.type)
-        return leaves(self.type[0 if self.opcode == "copy-start" else 1])
+        if self.opcode == self.work or () in self.type or self.opcode == "all-reduce-start":
+            return tuple(self.type.values())
+        place = 0 if self.opcode == "copy-start" else 1
+        return tuple(array for index, array in self.type.items() if index[0] == place)
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if another fusion starts this collective: on TPUs all that compute meanwhile name it again."""
+        is_start = any(user.target == "AsyncCollectiveStart" for user, _ in self.users)
+        return self.work in COLLECTIVES and "chain_id=" in self.attributes and not is_start
+
+    @property
+    def operand_arrays(self) -> tuple[Array, ...]:
+        """Arrays of all operands."""
+        return tuple(array for operand in self.operands for array in operand.type.values())
 
     @property
     def does_something(self) -> bool:
@@ -103,23 +116,18 @@ class Instruction(NamedTuple):
         return self.find(r'custom_call_target="([^"]*)"')
 
     @property
-    def op_name(self) -> str:
-        """Where jax made it, such as `jit(f)/while/body/dot_general`."""
-        return self.find(r'op_name="((?:[^"\\]|\\.)*)"')
-
-    @property
     def place(self) -> int:
         """Element that a get-tuple-element takes."""
         return int(self.find(r"\bindex=(\d+)") or 0)
 
-    def called(self, *names: str) -> list[str]:
-        """Names of computations that attributes such as `calls=%f` or `branch_computations={%f, %g}` give."""
+    def called(self, *names: str) -> list["Computation"]:
+        """Computations that attributes such as `calls=%f` or `branch_computations={%f, %g}` give."""
         given = [self.find(rf", {name}=(\{{[^}}]*\}}|[\w.%-]+)") for name in names]
-        return [name for text in given for name in re.findall(r"[\w.-]+", text)]
+        return [self.at.computations[name] for text in given for name in re.findall(r"[\w.-]+", text)]
 
-    def dimensions(self, name: str) -> tuple[int, ...]:
-        """Numbers of an attribute such as `lhs_contracting_dims={1}`."""
-        return numbers(self.find(rf", {name}=\{{([\d, ]*)\}}"))
+    def source(self, past: tuple[str, ...] = VIEWS) -> "Instruction":
+        """Return the instruction whose value this one has, past views or other opcodes."""
+        return self.operands[0].source(past) if self.opcode in past else self
 
     def find(self, pattern: str, *, is_needed: bool = False) -> str:
         """Return the group of a pattern in the attributes; "", or with `is_needed` a `ValueError`, if it is absent."""
@@ -129,61 +137,29 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
 
+@dataclass(eq=False)
 class Computation:
-    """Instructions by name, in the order in which they run."""
+    """Instructions by name, in the order in which they run.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.instructions: dict[str, Instruction] = {}
+    Attributes:
+        header: first line of the module.
+        computations: all computations of the module by name.
+        instructions: the instructions.
+        loop: the loop whose condition or body this is.
+        root: the instruction whose results are those of the computation.
+    """
 
-    @cached_property
-    def root(self) -> Instruction:
-        return next(i for i in self.instructions.values() if i.is_root)
+    header: str
+    computations: dict[str, "Computation"]
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    loop: Instruction | None = None
+    root: Instruction = field(init=False)
 
     @cached_property
     def parameters(self) -> list[Instruction]:
-        found = [i for i in self.instructions.values() if i.opcode == "parameter"]
+        """Parameters, by their numbers."""
+        found = [each for each in self.instructions.values() if each.opcode == "parameter"]
         return sorted(found, key=lambda parameter: int(parameter.inside))
-
-    @cached_property
-    def users(self) -> dict[str, list[tuple[Instruction, int]]]:
-        """Instructions that use a name, each with the place that it has among their operands."""
-        users: dict[str, list[tuple[Instruction, int]]] = {name: [] for name in self.instructions}
-        for instruction in self.instructions.values():
-            for place, operand in enumerate(instruction.operands):
-                users[operand].append((instruction, place))
-        return users
-
-    def operands(self, instruction: Instruction) -> list[Instruction]:
-        return [self.instructions[name] for name in instruction.operands]
-
-    def operand_arrays(self, instruction: Instruction) -> tuple[Array, ...]:
-        return tuple(array for operand in self.operands(instruction) for array in leaves(operand.type))
-
-    def source(self, name: str, past: tuple[str, ...] = VIEWS) -> Instruction:
-        """Return the instruction whose value a name has, past views or other opcodes."""
-        instruction = self.instructions[name]
-        while instruction.opcode in past:
-            instruction = self.instructions[instruction.operands[0]]
-        return instruction
-
-    def is_repeated(self, collective: Instruction) -> bool:
-        """True if another fusion starts this collective: on TPUs all that compute meanwhile name it again."""
-        is_start = any(user.target == "AsyncCollectiveStart" for user, _ in self.users[collective.name])
-        return "chain_id=" in collective.attributes and not is_start
-
-
-class Module(NamedTuple):
-    """A compiled program; `callers` has, for the condition and the body of a loop, where the loop stands."""
-
-    header: str
-    computations: dict[str, Computation]
-    entry: Computation
-    callers: dict[str, tuple[Computation, Instruction]]
-
-    def fused(self, fusion: Instruction) -> Computation:
-        """Return the computation of a fusion."""
-        return self.computations[fusion.called("calls")[0]]
 
 
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -191,11 +167,12 @@ COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) (?:\(.*)?\{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.-]+) = ")
 OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 LOCATIONS = re.compile(r"\s*$|\d+ |(?:FileNames|FunctionNames|FileLocations|StackFrames)$")
-ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
+TILES, SPACE = r"[^{}]*?T((?:\([^()]*\))+)", r"[^{}]*?S\((\d+)\)"
+ARRAY = re.compile(rf"(\w+)\[([\d,<=]*)\](?:\{{([\d,]*)(?::(?:{TILES})?(?:{SPACE})?[^{{}}]*)?\}})?")
 
 
-def parse(text: str) -> Module:
-    """Return the module that a text describes.
+def parse(text: str) -> Computation:
+    """Return the entry computation of the module that a text describes.
 
     Raises:
         ValueError: a line or a type is not HLO as known here, which the message quotes, or there is no entry.
@@ -205,27 +182,22 @@ def parse(text: str) -> Module:
     for line in lines:
         if line.startswith("}"):
             open_one = None
-        elif open_one is not None:
-            if line.strip():
-                instruction = _instruction(_whole(line, lines))
-                open_one.instructions[instruction.name] = instruction
+        elif open_one is not None and line.strip():
+            _add_instruction(open_one, _whole(line, lines))
         elif line.startswith("HloModule"):
             header = line
         elif found := COMPUTATION.match(line):
-            open_one = computations[found[2]] = Computation(found[2])
+            open_one = computations[found[2]] = Computation(header, computations)
             entry = open_one if found[1] else entry
         elif not LOCATIONS.match(line):
             raise ValueError(f"no line of HLO: {line[:300]!r}")
     if entry is None or open_one is not None:
         raise ValueError(f"no whole ENTRY computation in a text that begins with {text[:100]!r}")
-    callers = {
-        name: (computation, instruction)
-        for computation in computations.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode == "while"
-        for name in instruction.called("condition", "body")
-    }
-    return Module(header, computations, entry, callers)
+    for computation in computations.values():
+        for instruction in computation.instructions.values():
+            for inner in instruction.called("condition", "body") if instruction.opcode == "while" else ():
+                inner.loop = instruction
+    return entry
 
 
 def _whole(line: str, lines: Iterator[str]) -> str:
@@ -236,7 +208,8 @@ def _whole(line: str, lines: Iterator[str]) -> str:
     return line
 
 
-def _instruction(line: str) -> Instruction:
+def _add_instruction(at: Computation, line: str) -> None:
+    """Add the instruction of a line to a computation, after its operands, as they are in the text."""
     try:
         head = INSTRUCTION.match(line)
         start = head.end() if head else 0
@@ -248,11 +221,16 @@ def _instruction(line: str) -> Instruction:
     except ValueError as error:
         raise ValueError(f"{error}: {line[:300]!r}") from None
     inside = line[opcode.end() : end - 1].strip()
-    operands: list[str] = []
+    names: list[str] = []
     if opcode[1] not in ("constant", "parameter"):
         bare = re.sub(r"\[[^\]]*\]|\{[^}]*\}", "", inside)  # without shapes and layouts
-        operands = re.findall(r"%([\w.-]+)" if "%" in bare else r"([\w.-]+)(?:,|$)", bare)
-    return Instruction(head[2], opcode[1], of_type, tuple(operands), inside, line[end:], bool(head[1]))
+        names = re.findall(r"%([\w.-]+)" if "%" in bare else r"([\w.-]+)(?:,|$)", bare)
+    operands = tuple(at.instructions[name] for name in names)
+    added = at.instructions[head[2]] = Instruction(head[2], opcode[1], of_type, operands, inside, line[end:], at)
+    for place, operand in enumerate(operands):
+        operand.users.append((added, place))
+    if head[1]:
+        at.root = added
 
 
 def closing(text: str, start: int) -> int:
@@ -267,27 +245,24 @@ def closing(text: str, start: int) -> int:
 
 @cache
 def _type(text: str) -> Type:
-    stack: list[list[Type]] = [[]]  # of tuples that are open, the innermost last
+    index, arrays = list[int](), dict[tuple[int, ...], Array]()
     if re.sub(rf"{ARRAY.pattern}|[(), ]", "", text):
         raise ValueError(f"{text[:100]!r} is no type of HLO")
-    for found in re.finditer(rf"[()]|{ARRAY.pattern}", text):
+    for found in re.finditer(rf"[(),]|{ARRAY.pattern}", text):
         if found[0] == "(":
-            stack.append([])
+            index.append(0)
         elif found[0] == ")":
-            inner = tuple(stack.pop())
-            stack[-1].append(inner)
+            index.pop()
+        elif found[0] == ",":
+            index[-1] += 1
         else:
-            dtype, shape, layout, rest = found.groups("")
+            dtype, shape, layout, tiles, space = found.groups("")
             bits(dtype)
-            tiles, space = re.search(r"T((?:\([^()]*\))+)", rest), re.search(r"S\((\d+)\)", rest)
-            place = int(space[1]) if space else 0
-            stack[-1].append(Array(dtype, numbers(shape), numbers(layout), tiles[1] if tiles else "", place))
-    return stack[0][0]
+            arrays[tuple(index)] = Array(dtype, numbers(shape), numbers(layout), tiles, int(space or 0))
+    return arrays
 
 
-def leaves(of_type: Type) -> tuple[Array, ...]:
-    """Return the arrays of a type, of tuples in their order."""
-    return (of_type,) if isinstance(of_type, Array) else tuple(leaf for inner in of_type for leaf in leaves(inner))
+OTHER_BITS = {"token": 0, "opaque": 0, "pred": 8}
 
 
 @cache
@@ -297,10 +272,8 @@ def bits(dtype: str) -> int:
     >>> bits("bf16"), bits("f8e4m3fn"), bits("s4"), bits("pred")
     (16, 8, 4, 8)
     """
-    if dtype in ("token", "opaque"):
-        return 0
-    if dtype == "pred":
-        return 8
+    if dtype in OTHER_BITS:
+        return OTHER_BITS[dtype]
     found = re.fullmatch(r"(?:[suc]|b?f)(\d+)(?:e\d+m\d+\w*)?", dtype)
     if found is None:
         raise ValueError(f"{dtype!r} is no dtype of HLO")
