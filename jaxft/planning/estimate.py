@@ -152,41 +152,23 @@ def update_bytes(
         is_packed: True if rows hold several sequences, which decides the kernel on GPUs.
 
     >>> from jaxft.models.config import model_preset
-    >>> def gib(remat):
-    ...     config = model_preset("qwen3-0.6b")
-    ...     return update_bytes(config, rows=8, tokens=2048, remat=remat, platform="gpu").peak / 2**30
-    >>> f"{gib('dots'):.1f} GiB, {gib('full'):.1f} GiB"
-    '15.4 GiB, 4.0 GiB'
+    >>> given = {"config": model_preset("qwen3-0.6b"), "rows": 8, "tokens": 2048, "platform": "gpu"}
+    >>> [f"{update_bytes(remat=remat, **given).peak / 2**30:.1f} GiB" for remat in ("dots", "full")]
+    ['15.4 GiB', '4.0 GiB']
     """
-    itemsize, is_cast = jnp.dtype(compute_dtype).itemsize, jnp.dtype(param_dtype) != jnp.dtype(compute_dtype)
+    dtype = jnp.dtype(compute_dtype)
+    itemsize, is_cast, has_gradient = dtype.itemsize, jnp.dtype(param_dtype) != dtype, lora is None
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
     is_gathered = sharding is not None and sharding.mesh.shape["fsdp"] > 1
-    rows_here = rows // row_shards
-
-    per_token = rows_here * tokens * itemsize
-    activations = Activations(
-        hidden=per_token * config.hidden_size,
-        queries=per_token * config.num_heads * config.head_dim // tensor,
-        keys=per_token * config.num_kv_heads * config.head_dim // tensor,
-        wide=per_token * config.intermediate_size // tensor,
-        normalizers=rows_here * tokens * config.num_heads * FLOAT32 // tensor,
-    )
+    activations = _layer_activations(config, rows // row_shards * tokens, itemsize, tensor)
     repeats_heads = is_packed and platform == "gpu"  # for the Triton kernel, which has no grouped heads
-    work = _recomputed_bytes(activations, repeats_heads, config)
-    # At the peak the feed-forward's three activations have a gradient each, the residual stream and its norm as well.
-    layer = work + 3 * activations.wide + 2 * activations.hidden
-
     shapes = parameter_shapes(config, lora)
-    base, adapter = (shapes[BASE], shapes[ADAPTER]) if lora is not None else (shapes, {"layers": {}})
-    dtype = jnp.dtype(compute_dtype)
+    base, adapter = (shapes, {"layers": {}}) if lora is None else (shapes[BASE], shapes[ADAPTER])
     of_base, of_adapter = (_sharded_bytes(sharding, {"layers": tree["layers"]}, dtype) for tree in (base, adapter))
-    has_gradient = lora is None
     vocabulary = head_weights(config)
-    scored = -(-rows_here * (tokens - 1) // tensor)
+    scored = -(-(rows // row_shards) * (tokens - 1) // tensor)
     chunks = -(-scored // max(16, CHUNK_LOGITS // config.vocab_size))
-    weights_of_layer = block_weights(config) // tensor * itemsize
     kept = activations.kept(remat, _everything(activations, repeats_heads, config))
-    layers_of_turn = max(len(run.kinds) for run in layer_runs(config.kinds))
     return UpdateBytes(
         kept=config.num_layers * kept,
         weights=(of_base if is_cast else 0) + of_adapter,
@@ -196,10 +178,23 @@ def update_bytes(
         exchanged=_sharded_bytes(sharding, {"embed": base["embed"]}, dtype) if has_gradient else 0,
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
         chunk=-(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden,
-        turn=layers_of_turn * kept * (1 if lora is None else 2),
-        layer=layer,
-        layer_weights=weights_of_layer * (2 if is_gathered and has_gradient else 1),
+        turn=max(len(run.kinds) for run in layer_runs(config.kinds)) * kept * (1 if has_gradient else 2),
+        # The feed-forward's three activations have a gradient each, the residual stream and its norm as well.
+        layer=_recomputed_bytes(activations, repeats_heads, config) + 3 * activations.wide + 2 * activations.hidden,
+        layer_weights=block_weights(config) // tensor * itemsize * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
+    )
+
+
+def _layer_activations(config: DecoderConfig, tokens: int, itemsize: int, tensor: int) -> Activations:
+    """Return the activations of one layer for these tokens of a device, of numbers of `itemsize` bytes."""
+    per_token = tokens * itemsize
+    return Activations(
+        hidden=per_token * config.hidden_size,
+        queries=per_token * config.num_heads * config.head_dim // tensor,
+        keys=per_token * config.num_kv_heads * config.head_dim // tensor,
+        wide=per_token * config.intermediate_size // tensor,
+        normalizers=tokens * config.num_heads * FLOAT32 // tensor,
     )
 
 

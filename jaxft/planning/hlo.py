@@ -178,7 +178,7 @@ def _launches(at: Computation, times: int, loops: tuple[Loop, ...], cached_bytes
             # Where the number of turns is known, the condition is no part of a turn.
             parts = ("condition", turns + 1, loops if is_known else (*loops, loop)), ("body", turns, (*loops, loop))
             for name, count, around in parts:
-                yield from _launches(*instruction.called(name), times * count, around, cached_bytes)
+                yield from _launches(instruction.called(name)[0], times * count, around, cached_bytes)
         elif instruction.opcode == "conditional":
             called = instruction.called("branch_computations", "true_computation", "false_computation")
             branches = [Program(tuple(_launches(each, times, loops, cached_bytes)), ()) for each in called]

@@ -7,6 +7,7 @@ sharding rules, and are marked as estimated.
 import argparse
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ GIB = 2**30
 
 MARGIN = 1.15
 """An estimate that is this many times too large for a device rules a checkpoint policy out without compiling it."""
+
+COMPILED = {"update": ("gradient", "step"), "sampling temporaries": ("prefill", "decode")}
+"""The programs whose temporaries a purpose of memory is the largest of."""
 
 GPU_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Environment variables for the part of a GPU's memory that jax takes, by default three quarters; the second is old."""
@@ -97,41 +101,13 @@ def make_plan(
     try:
         sizes, limit = mesh_shape(run.policy.mesh, target.chips), memory_limit(target)
         mesh = AbstractMesh(sizes, AXES)
-        candidates = [Programs(run.with_remat(remat), mesh, target.device) for remat in remats(run)]
+        remats = AUTO_REMATS if run.policy.remat == "auto" else (run.policy.remat,)
+        candidates = [Programs(run.with_remat(remat), mesh, target.device) for remat in remats]
         held, (rows, width) = candidates[0].held(), candidates[0].rows_and_width()
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-
-    def compile_one(programs: Programs, name: str) -> Compiled | None:
-        """Compile a program; None if the compiler found no memory for it."""
-        assert interpreter is not None
-        policy = f", remat {programs.run.remat}" if name == "gradient" else ""
-        show(f"compiling {name} for {target.name}{policy}")
-        try:
-            return compiler.compile_program(interpreter, programs.run, target, name)
-        except CompilerError as error:
-            if error.is_out_of_memory:
-                return None
-            raise CheckFailed(str(error)) from error
-
-    found: dict[str, Compiled | None] = {}
-    for programs in candidates:  # until one fits, or else the last, which needs least
-        estimated = {"update": estimate_update(programs)}
-        is_last = programs is candidates[-1]
-        if not is_last and peak(held | estimated) > limit * (1.0 if interpreter is None else MARGIN):
-            continue
-        if interpreter is None:
-            break
-        gradient = found["gradient"] = compile_one(programs, "gradient")
-        if gradient is not None and peak(held | {"update": gradient.temporaries}) <= limit:
-            break
-    if interpreter is not None and found["gradient"] is not None:
-        found |= {name: compile_one(programs, name) for name in ("step", "prefill", "decode")}
-    memory = held | estimated | {"sampling temporaries": estimate_sampling(programs)}
-    for purpose, names in (("update", ("gradient", "step")), ("sampling temporaries", ("prefill", "decode"))):
-        compiled = [each for name in names if (each := found.get(name)) is not None]
-        if len(compiled) == len(names):
-            memory[purpose] = max(each.temporaries for each in compiled)
+    compile_one = None if interpreter is None else partial(_compile, interpreter, target, show)
+    programs, memory, found = _choose_remat(candidates, held, limit, compile_one)
     chips, kernel = sizes[0] * sizes[1] * sizes[2], programs.kernel()
     of_kernels = 0 if kernel.kernel == "xla" else kernel_flops(run.model, rows, width, programs.run.remat)
     return Plan(
@@ -152,6 +128,51 @@ def make_plan(
         trained_parameters=programs.trained_parameters(),
         versions={} if interpreter is None else compiler.versions(interpreter),
     )
+
+
+def _choose_remat(
+    candidates: Sequence[Programs],
+    held: dict[str, int],
+    limit: int,
+    compile_one: Callable[[Programs, str], Compiled | None] | None,
+) -> tuple[Programs, dict[str, int], dict[str, Compiled | None]]:
+    """Return the first candidate that fits, or the last, with its memory and its programs as `compile_one` makes them.
+
+    Without `compile_one`, memory is estimated and there are no programs.
+    """
+    found: dict[str, Compiled | None] = {}
+    for programs in candidates:
+        estimated = {"update": estimate_update(programs)}
+        is_last = programs is candidates[-1]
+        if not is_last and peak(held | estimated) > limit * (1.0 if compile_one is None else MARGIN):
+            continue
+        if compile_one is None:
+            break
+        gradient = found["gradient"] = compile_one(programs, "gradient")
+        if gradient is not None and peak(held | {"update": gradient.temporaries}) <= limit:
+            break
+    if compile_one is not None and found["gradient"] is not None:
+        found |= {name: compile_one(programs, name) for name in ("step", "prefill", "decode")}
+    memory = held | estimated | {"sampling temporaries": estimate_sampling(programs)}
+    for purpose, names in COMPILED.items():
+        compiled = [each for name in names if (each := found.get(name)) is not None]
+        if len(compiled) == len(names):
+            memory[purpose] = max(each.temporaries for each in compiled)
+    return programs, memory, found
+
+
+def _compile(
+    interpreter: Path, target: Target, show: Callable[[str], object], programs: Programs, name: str
+) -> Compiled | None:
+    """Compile a program; return None if the compiler found no memory for it."""
+    policy = f", remat {programs.run.remat}" if name == "gradient" else ""
+    show(f"compiling {name} for {target.name}{policy}")
+    try:
+        return compiler.compile_program(interpreter, programs.run, target, name)
+    except CompilerError as error:
+        if error.is_out_of_memory:
+            return None
+        raise CheckFailed(str(error)) from error
 
 
 def estimate_update(programs: Programs) -> int:
@@ -188,11 +209,6 @@ def estimate_sampling(programs: Programs) -> int:
             compute_dtype=programs.compute_dtype,
         )
     )
-
-
-def remats(run: PlannedRun) -> tuple[Remat, ...]:
-    """Return the checkpoint policies to try, the fastest first."""
-    return AUTO_REMATS if run.policy.remat == "auto" else (run.policy.remat,)
 
 
 def memory_limit(target: Target) -> int:
@@ -286,9 +302,8 @@ def lines(made: Plan, run: PlannedRun) -> Iterator[str]:
         yield f"{'attention':<12} {made.kernel.kernel} kernel"
     yield f"{'remat':<12} {made.remat}" + (" (auto)" if run.policy.remat == "auto" else "")
     yield f"{'microbatch':<12} {made.rows} rows of {made.width:,} tokens, on {chips} chip{'s' * (chips > 1)}"
-    sources = {"update": ("gradient", "step"), "sampling temporaries": ("prefill", "decode")}
     for purpose, size in made.memory.items():
-        is_guess = any(name not in made.programs for name in sources.get(purpose, ()))
+        is_guess = any(name not in made.programs for name in COMPILED.get(purpose, ()))
         yield f"{'memory':<12} {size / GIB:8.3f} GiB  {purpose}{' (estimated)' if is_guess else ''}"
     for phase, sizes in phases(made.memory).items():
         used, has = sum(sizes.values()) / GIB, made.limit / GIB

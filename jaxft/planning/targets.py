@@ -4,7 +4,8 @@ Limits are the makers' own: memory, its bandwidth, dense bfloat16 operations and
 all of them, so times computed from them are lower bounds.
 """
 
-import re
+from collections.abc import Iterator
+from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
 GIB = 2**30
@@ -132,30 +133,30 @@ class Target(NamedTuple):
         )
 
 
+def _all_targets() -> Iterator[Target]:
+    for kind, chip in CHIPS.items():
+        for chips in SIZES_OF_GPUS if chip.platform == "gpu" else TOPOLOGIES[kind]:
+            count = f"x{chips}" if chip.platform == "gpu" else f"-{chips * CORES.get(kind, 1)}"
+            yield Target(kind + count, kind, chips)
+
+
+TARGETS = {target.name: target for target in _all_targets()}
+"""Targets by name."""
+
+
 def find_target(name: str) -> Target:
     """Return the target of a name such as `h200x1` (GPUs) or `v5e-8` (TPUs; of v5p the number of TensorCores).
 
     Raises:
-        ValueError: there is no such target; the message lists them.
+        ValueError: there is no such target; the message has the nearest one, and the ranges of all.
 
     >>> find_target("v5p-16").topology, find_target("h100x8").topology, find_target("v5e-16").hosts
     ('v5p:2x2x2', '1x1x8', 4)
     """
-    found = re.fullmatch(r"([a-z0-9]+)([x-])([0-9]+)", name)
-    if found is not None and found[1] in CHIPS:
-        kind, count = found[1], int(found[3])
-        is_gpu = CHIPS[kind].platform == "gpu"
-        chips, rest = divmod(count, CORES.get(kind, 1))
-        if (found[2] == "x") == is_gpu and not rest and chips in (SIZES_OF_GPUS if is_gpu else TOPOLOGIES[kind]):
-            return Target(name, kind, chips)
-    raise ValueError(f"target is {name!r}; wanted one of {', '.join(target_names())}")
-
-
-def target_names() -> list[str]:
-    """Return the names of all targets.
-
-    >>> target_names()[:2], target_names()[-1]
-    (['a100x1', 'a100x2'], 'v5p-2048')
-    """
-    gpus = [f"{kind}x{count}" for kind in CHIPS if CHIPS[kind].platform == "gpu" for count in SIZES_OF_GPUS]
-    return gpus + [f"{kind}-{count * CORES.get(kind, 1)}" for kind, shapes in TOPOLOGIES.items() for count in shapes]
+    if name not in TARGETS:
+        names = [[each.name for each in TARGETS.values() if each.kind == kind] for kind in CHIPS]
+        ranges = ", ".join(f"{same[0]} to {same[-1]}" for same in names)
+        near = get_close_matches(name, TARGETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"target is {name!r}; wanted one of {len(TARGETS)}: {ranges}{hint}")
+    return TARGETS[name]
