@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from jaxft.errors import ConfigError
 from jaxft.files import home_path, read_utf8, safe_name
 from jaxft.harness import Verb, parse_yaml, whole_number
+from jaxft.report.run_groups import short_paths
 from jaxft.runs import is_secret_name, secrets_in_urls
 
 SEED = "finetuning.seed"
@@ -37,6 +38,8 @@ MAX_SEEDS = 10_000
 MAX_NAME_CHARACTERS = 150
 _PLAIN = re.compile(r"[A-Za-z0-9_+-](?:[A-Za-z0-9._+-]*[A-Za-z0-9_+-])?")
 _VARIABLE = re.compile(r"\$\{\w+\}")
+_PIECE = re.compile(r"""((?<![^,\[{:])\s*(?:"(?:\\.|[^"\\])*"|'[^']*'|(["']).*)|.)""", re.DOTALL)
+"""A text in quotes, or any other character. A quote within a word, as in it's, is a letter."""
 
 
 class GridRun(NamedTuple):
@@ -44,13 +47,6 @@ class GridRun(NamedTuple):
 
     name: str
     overrides: Overrides
-
-
-class Grid(NamedTuple):
-    """All runs of a sweep, and the settings that they share."""
-
-    shared: Overrides
-    runs: tuple[GridRun, ...]
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -78,27 +74,21 @@ def split_alternatives(text: str) -> list[str]:
     Raises:
         ValueError: an alternative is empty, or a quote or a bracket is not closed.
     """
-    parts, start, closing, quote, at = [], 0, "", "", 0
-    while at < len(text):
-        character = text[at]
-        if quote:
-            if character == "\\" and quote == '"':
-                at += 1
-            quote = "" if character == quote else quote
-        # A quote within a word, as in it's, is a letter.
-        elif character in "\"'" and text[start:at].rstrip()[-1:] in ("", ",", "[", "{", ":"):
-            quote = character
-        elif character in "[{":
-            closing += "]" if character == "[" else "}"
-        elif closing and character == closing[-1]:
+    parts, closing = [""], ""
+    for piece, unclosed in _PIECE.findall(text):
+        if piece in "[{":
+            closing += "]" if piece == "[" else "}"
+        elif closing and piece == closing[-1]:
             closing = closing[:-1]
-        elif character == "," and not closing:
-            parts.append(text[start:at].strip())
-            start = at + 1
-        at += 1
-    if quote or closing:
-        raise ValueError(f"wants a closing {quote or closing[-1]}: quote the value")
-    parts.append(text[start:].strip())
+        if unclosed:
+            raise ValueError(f"wants a closing {unclosed}: quote the value")
+        if piece == "," and not closing:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    if closing:
+        raise ValueError(f"wants a closing {closing[-1]}: quote the value")
+    parts = [part.strip() for part in parts]
     if len(parts) > 1 and "" in parts:
         raise ValueError(
             f"alternative {parts.index('') + 1} of {len(parts)} is empty: write null or '\"\"', or remove the comma"
@@ -150,8 +140,8 @@ def yaml_text(value: Any) -> str:
 
 def make_grid(
     settings: Sequence[tuple[str, str]], entries: Sequence[Overrides], seeds: Sequence[int], first_seed: int
-) -> Grid:
-    """Return every combination of alternatives, list entries and seeds, the last of these varied fastest.
+) -> tuple[Overrides, list[GridRun]]:
+    """Return the settings that all runs share, and every combination of the others, seeds varied fastest.
 
     Args:
         settings: the `--set` of the command line.
@@ -194,30 +184,14 @@ def make_grid(
     ]
     if faults:
         raise ConfigError(faults)
-    keys = _short_names(list(dict.fromkeys(path for path, _ in varied)))
-    return Grid(shared, tuple(GridRun(_name(overrides, keys), overrides) for overrides in combinations))
-
-
-def _short_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the shortest end of each dotted path that says what it is, and that no other path has.
-
-    >>> _short_names(["finetuning.seed", "adapters.local.loss.name", "a.b.rank", "a.c.rank"]).values()
-    dict_values(['seed', 'loss.name', 'b.rank', 'c.rank'])
-    """
-    names = {}
-    for path in paths:
-        parts = path.split(".")
-        length = 2 if parts[-1] in VAGUE else 1
-        others = [other for other in paths if other != path]
-        while length < len(parts) and any(f".{other}".endswith("." + ".".join(parts[-length:])) for other in others):
-            length += 1
-        names[path] = ".".join(safe_name(part) for part in parts[-length:])
-    return names
+    keys = short_paths(dict.fromkeys(path for path, _ in varied), VAGUE)
+    return shared, [GridRun(_name(overrides, keys), overrides) for overrides in combinations]
 
 
 def _name(overrides: Overrides, keys: dict[str, str]) -> str:
     """Return the name of a run: what differs, as in `loss.name=grpo,seed=0`; its length is bounded."""
-    name = ",".join(f"{keys[path]}={safe_name(text)}" for path, text in overrides) or "base"
+    settings = [(".".join(map(safe_name, keys[path].split("."))), safe_name(text)) for path, text in overrides]
+    name = ",".join(f"{path}={text}" for path, text in settings) or "base"
     if len(name) <= MAX_NAME_CHARACTERS:
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
@@ -247,7 +221,6 @@ def sweep_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="folder of the runs and their comparison (default: finetuning.output_dir with _sweep at its end)",
     )
-    group.add_argument("--fail-fast", action="store_true", help="stop all runs when one has failed")
     group.add_argument("--dry-run", action="store_true", help="check all configurations and list the runs; run none")
 
 
@@ -262,7 +235,7 @@ def is_sweep(parsed: argparse.Namespace) -> bool:
         return False
     if any(options[name] not in (None, ()) for name in ("seeds", "list", "jobs")):
         return True
-    given = [name for name in ("sweep_dir", "fail_fast", "dry_run") if options[name]]
+    given = [name for name in ("sweep_dir", "dry_run") if options[name]]
     if given:
         option = f"--{given[0].replace('_', '-')}"
         raise ConfigError([f"{option}: is for several runs: give --seeds, --list or --jobs as well"])

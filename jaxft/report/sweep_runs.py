@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from jaxft import Config, FinetuneConfig, harness
 from jaxft.errors import ComponentError, ConfigError, JaxftError, RunDirectoryError, RunsFailed, Stopped
@@ -55,12 +54,8 @@ STATES = {"finished": "interrupted", "unfinished": "interrupted", "failed": "fai
 Checked = tuple[Path, int, list[str]]
 """Directory and epochs of a valid configuration, and its differences to the run in that directory, as texts."""
 
-
-class Share(NamedTuple):
-    """The part of the machine for one run at a time: numbers of CPUs, and environment variables."""
-
-    cpus: str
-    variables: dict[str, str]
+Share = tuple[str, dict[str, str]]
+"""The part of the machine for one run at a time: numbers of CPUs, and environment variables."""
 
 
 @dataclass
@@ -117,7 +112,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     words = ["jaxft", "sweep"] if "verb" in parsed else ["python", *_script_words()]
     command = shlex.join(masked_command([*words, *(word for word in given if word != "--overwrite")]))
     return harness.run_main(
-        lambda: execute(folder, runs, shares, command, fail_fast=parsed.fail_fast),
+        lambda: execute(folder, runs, shares, command),
         log_level=parsed.log_level,
         computes=False,
     )
@@ -136,11 +131,12 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
         RunDirectoryError: lists directories that are in use, or whose runs had another configuration.
     """
     template, first_seed = _output_dir_and_seed(parsed)
-    grid = make_grid(parsed.override, [] if parsed.list is None else read_list(parsed.list), parsed.seeds, first_seed)
+    entries = [] if parsed.list is None else read_list(parsed.list)
+    shared, grid = make_grid(parsed.override, entries, parsed.seeds, first_seed)
     folder = _folder(template) if parsed.sweep_dir is None else parsed.sweep_dir
     planned = []
-    for name, overrides in grid.runs:
-        whole = dict((*grid.shared, *overrides))
+    for name, overrides in grid:
+        whole = dict((*shared, *overrides))
         if not harness.has_fields(template) and harness.OUTPUT_DIR not in dict(overrides):
             whole[harness.OUTPUT_DIR] = yaml_text(harness.escape_fields(harness.literal(str(folder / name))))
         planned.append(GridRun(name, tuple(whole.items())))
@@ -172,8 +168,8 @@ def prepare(parsed: argparse.Namespace, given: Sequence[str]) -> tuple[Path, lis
         log, command = folder / "logs" / f"{name}.log", [sys.executable, *words, *options]
         runs.append(SweepRun(name, directory, log, num_epochs, command, typed, state))
     if refused:
-        lines = [f"{listed(paths)}: {fault}" for fault, paths in refused.items()]
-        raise RunDirectoryError("\n  ".join([f"the sweep in '{folder}' cannot go on:", *lines]))
+        lines = "".join(f"\n  {listed(paths)}: {fault}" for fault, paths in refused.items())
+        raise RunDirectoryError(f"the sweep in '{folder}' cannot go on:{lines}")
     return folder, runs
 
 
@@ -290,12 +286,10 @@ def divide_machine(jobs: int) -> list[Share]:
         size = max(len(whole) // jobs, 1)  # of fewer than there are runs, several have the same one
         return ",".join(whole[at * size % len(whole) :][:size])
 
-    return [Share(part(cpus, at), {"CUDA_VISIBLE_DEVICES": part(gpus, at)} if gpus[0] else {}) for at in range(jobs)]
+    return [(part(cpus, at), {"CUDA_VISIBLE_DEVICES": part(gpus, at)} if gpus[0] else {}) for at in range(jobs)]
 
 
-async def execute(
-    folder: Path, runs: Sequence[SweepRun], shares: Sequence[Share], command: str, *, fail_fast: bool
-) -> None:
+async def execute(folder: Path, runs: Sequence[SweepRun], shares: Sequence[Share], command: str) -> None:
     """Run what is left of a sweep, and compare its runs.
 
     Args:
@@ -303,7 +297,6 @@ async def execute(
         runs: all its runs.
         shares: one for each run at a time.
         command: the command line that goes on with the sweep.
-        fail_fast: True to stop all runs after the first that fails.
 
     Raises:
         RunsFailed: some runs failed; the message has the last lines of each, and the command to repeat it.
@@ -312,7 +305,6 @@ async def execute(
     console, shutdown = current_console(), harness.current_shutdown()
     assert shutdown is not None  # the program installs it
     shutdown.resume_command = command
-    todo = [each for each in runs if each.state != "done"]
     console.message(f"{summary(runs)}; in {folder}, {len(shares)} at once")
     console.status(lambda: "\n".join([*(_live(each) for each in runs if each.state == "running"), summary(runs)]))
     free: asyncio.Queue[Share] = asyncio.Queue()
@@ -324,13 +316,9 @@ async def execute(
             share = await free.get()
             if not stop.is_set():
                 await _run_process(each, share, stop, f"[{runs.index(each) + 1}/{len(runs)}] {each.name}:")
-                if fail_fast and each.state == "failed":
-                    stop.set()
             free.put_nowait(share)
 
-        async with asyncio.TaskGroup() as group:
-            for each in todo:
-                group.create_task(work(each))
+        await asyncio.gather(*(work(each) for each in runs if each.state != "done"))
     console.status("")
     if shutdown.signal is not None:
         raise Stopped(summary(runs))
@@ -354,12 +342,12 @@ async def _run_process(each: SweepRun, share: Share, stop: asyncio.Event, title:
         log.write(heading.encode("utf-8", "backslashreplace"))
         log.flush()
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", START, str(os.getpid()), share.cpus, *each.command),
+            *(sys.executable, "-c", START, str(os.getpid()), share[0], *each.command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **share.variables},
+            env={**os.environ, **share[1]},
         )
     each.state, each.began_at = "running", time.time()
     show = current_console().message

@@ -12,7 +12,7 @@ LOSS, RATE = "trainer_adapters.local.loss.name", "trainer_adapters.local.optimiz
 
 
 def names(settings=(), entries=(), seeds=(), first_seed=0):
-    return [run.name for run in make_grid(settings, entries, seeds, first_seed).runs]
+    return [run.name for run in make_grid(settings, entries, seeds, first_seed)[1]]
 
 
 @pytest.mark.parametrize(
@@ -45,9 +45,9 @@ def test_a_grid_has_every_combination_and_seeds_change_fastest():
 
 
 def test_a_single_value_is_shared_and_a_number_of_seeds_begins_at_the_configured_one():
-    grid = make_grid([(RATE, "1e-3"), ("finetuning.seed", "7")], (), (2,), 7)
-    assert grid.shared == ((RATE, "1e-3"),)
-    assert [run.overrides for run in grid.runs] == [(("finetuning.seed", "7"),), (("finetuning.seed", "8"),)]
+    shared, runs = make_grid([(RATE, "1e-3"), ("finetuning.seed", "7")], (), (2,), 7)
+    assert shared == ((RATE, "1e-3"),)
+    assert [run.overrides for run in runs] == [(("finetuning.seed", "7"),), (("finetuning.seed", "8"),)]
     assert names(seeds=parse_seeds("5,3"), first_seed=7) == ["seed=5", "seed=3"]
 
 
@@ -72,7 +72,7 @@ def test_names_are_distinct_and_safe_on_file_systems(tmp_path):
 
 
 def test_a_value_that_looks_like_a_shortened_one_is_another():
-    (long,) = (run.name.partition("=")[2] for run in make_grid([("a.b", f"{'y' * 120},1")], (), (), 0).runs[:1])
+    (long,) = (run.name.partition("=")[2] for run in make_grid([("a.b", f"{'y' * 120},1")], (), (), 0)[1][:1])
     assert len(set(names([("a.b", f"{'y' * 120},{long}")]))) == 2
 
 

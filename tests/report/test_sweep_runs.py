@@ -16,7 +16,7 @@ from jaxft.cli import main
 from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.runtime import run_script
 from jaxft.harness.verbs import run_arguments
-from jaxft.report.sweep_runs import Share, SweepRun, divide_machine
+from jaxft.report.sweep_runs import SweepRun, divide_machine
 from jaxft.runs.directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -288,18 +288,6 @@ def test_a_sweep_keeps_failures_and_goes_on_with_what_is_left(sweep):
     assert code == 0 and set(are_done().values()) == {True} and started[2:] == ["seed=5", "seed=6"]
 
 
-def test_with_fail_fast_nothing_starts_after_a_failure_and_others_are_stopped(sweep):
-    async def work(command, folder, log):
-        if folder.name == "seed=5":
-            return 2
-        await asyncio.sleep(60)
-
-    code, _, error = sweep("--seeds", "3", "--jobs", "2", "--fail-fast", work=work)
-    assert code == 1 and "1 of 3 runs failed" in error
-    code, shown, _ = sweep("--seeds", "3", "--jobs", "2", "--fail-fast", work=work)
-    assert "3 runs: 1 failed, 1 interrupted, 1 waiting" in shown
-
-
 def test_no_more_run_at_once_than_there_are_jobs(sweep):
     running, most = set(), []
 
@@ -327,7 +315,7 @@ def test_no_more_run_at_once_than_there_are_jobs(sweep):
 def test_the_machine_is_divided(monkeypatch, jobs, gpus, cpus, shares):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
-    assert divide_machine(jobs) == [Share(*share) for share in shares]
+    assert divide_machine(jobs) == shares
 
 
 def test_progress_is_that_of_the_last_whole_row(tmp_path):
