@@ -7,7 +7,7 @@ import argparse
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from markupsafe import Markup
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -20,14 +20,11 @@ from jaxft.harness import run_main
 from jaxft.report.charts import SMALL, WIDE, Band, Line, line_chart
 from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
 from jaxft.report.comparison import Comparison, compare_runs, comparison_json
-from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, GroupCurves, group_curves, run_curve
+from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves, run_curve
 from jaxft.report.comparison_text import comparison_text, figure_rows, figures_title, overview, with_interval
 from jaxft.report.pages import ENVIRONMENT, number, render_page
 from jaxft.report.run_groups import RunGroup
 from jaxft.runs import CONFIG_FILE, current_console, printable
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 FOLDER_NAME = "compare"
 PICTURE_FILE, PAGE_FILE = "compare.png", "compare.html"
@@ -43,11 +40,11 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
 
     async def compare() -> None:
         console = current_console()
-        comparison = compare_runs(parsed.runs, last_epochs=parsed.last_epochs)
+        comparison = compare_runs(parsed.runs, x_axis=parsed.x, last_epochs=parsed.last_epochs)
         folder = default_folder(comparison.runs) if parsed.output is None else parsed.output
         check_folder(folder)  # before the tables, so that a refusal is not at the end of many lines
         console.message(comparison_text(comparison, console.columns) + "\n")
-        files = write_comparison(comparison, folder, x_axis=parsed.x)
+        files = write_comparison(comparison, folder)
         console.message("\n".join(f"written to {file}" for file in files))
 
     return run_main(compare, title="compare")
@@ -75,14 +72,13 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def write_comparison(comparison: Comparison, folder: Path, *, x_axis: str = "epochs") -> list[Path]:
+def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write `compare.json`, `compare.png` and `compare.html`, and return their paths.
 
     Args:
         comparison: the comparison.
         folder: a folder of its own, made if missing, in which an earlier comparison is replaced; `default_folder`
             names one.
-        x_axis: what the curves are drawn over, a key of `comparison_curves.X_AXES`.
 
     Raises:
         RunDirectoryError: the folder holds a run, or files of these names that jaxft did not write, or it cannot be
@@ -92,9 +88,9 @@ def write_comparison(comparison: Comparison, folder: Path, *, x_axis: str = "epo
     check_folder(folder)
     # The first marks the folder as ours, so that a write that was cut off is repeated.
     files = {
-        COMPARISON_FILE: json_bytes(comparison_json(comparison, x_axis), indent=2),
-        PICTURE_FILE: comparison_png(comparison, x_axis),
-        PAGE_FILE: comparison_page(comparison, x_axis).encode("utf-8", "backslashreplace"),
+        COMPARISON_FILE: json_bytes(comparison_json(comparison), indent=2),
+        PICTURE_FILE: comparison_png(comparison),
+        PAGE_FILE: comparison_page(comparison).encode("utf-8", "backslashreplace"),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +101,7 @@ def write_comparison(comparison: Comparison, folder: Path, *, x_axis: str = "epo
         ) from error
 
 
-def comparison_page(comparison: Comparison, x_axis: str = "epochs") -> str:
+def comparison_page(comparison: Comparison) -> str:
     """Return the page as one HTML document that loads nothing."""
     runs = [run for group in drawn_groups(comparison) for run in group.runs]
     known = [name for name in CURVES if any(run_curve(run, name).xs for run in runs)]
@@ -115,8 +111,8 @@ def comparison_page(comparison: Comparison, x_axis: str = "epochs") -> str:
         title=f"Comparison of {len(comparison.runs)} {'run' if len(comparison.runs) == 1 else 'runs'}",
         overview=overview(comparison),
         # Twice, of which a page shows those that suit its width, as small text would be unreadable.
-        wide=_reward_charts(comparison, x_axis, WIDE),
-        narrow=_reward_charts(comparison, x_axis, SMALL),
+        wide=_reward_charts(comparison, WIDE),
+        narrow=_reward_charts(comparison, SMALL),
         figures_title=figures_title(comparison),
         figure_rows=figure_rows(comparison),
         improvements=[
@@ -125,34 +121,40 @@ def comparison_page(comparison: Comparison, x_axis: str = "epochs") -> str:
         settings=[
             (each.path, *each.values, "may" if each.has_effect else "does not") for each in comparison.differences
         ],
-        others=[_chart(comparison, name, x_axis) for name in known if name not in (REWARD, VALIDATION)],
+        others=[_chart(comparison, name) for name in known if name not in (REWARD, VALIDATION)],
         runs=[_run_row(run, group.name, comparison.last_epochs) for group in comparison.groups for run in group.runs],
     )
 
 
-def _reward_charts(comparison: Comparison, x_axis: str, size: tuple[int, int]) -> list[Markup]:
-    made = [_chart(comparison, REWARD, x_axis, size, curves_note(comparison))]
+def _reward_charts(comparison: Comparison, size: tuple[int, int]) -> list[Markup]:
+    made = [_chart(comparison, REWARD, size, curves_note(comparison))]
     has_validations = any(run.validations for run in comparison.runs)
-    return made + [_chart(comparison, VALIDATION, x_axis, size)] * has_validations
+    return made + [_chart(comparison, VALIDATION, size)] * has_validations
 
 
-def _chart(
-    comparison: Comparison, metric: str, x_axis: str, size: tuple[int, int] = SMALL, note: str | None = None
-) -> Markup:
+def _chart(comparison: Comparison, metric: str, size: tuple[int, int] = SMALL, note: str | None = None) -> Markup:
+    lines, bands = _drawn(comparison, metric)
+    return line_chart(CURVES[metric], lines, bands, x_label=X_AXES[comparison.x_axis], size=size, note=note)
+
+
+def _drawn(comparison: Comparison, metric: str) -> tuple[list[Line], list[Band]]:
+    """Return the curves of a metric, one with a name for each group before those of single runs, and the bands."""
     lines, singles, bands = [], [], []
     for color, group in enumerate(drawn_groups(comparison)):
-        curves = group_curves(group, metric, x_axis)
+        curves = group_curves(group, metric, comparison.x_axis)
+        name = f"{group.name} ({seeds_text(len(group.finished))})"
         if curves.mean is not None:
-            name = f"{group.name} ({seeds_text(len(group.finished))})"
             lines.append(Line(name, curves.mean.xs, curves.mean.ys, color))
-            if curves.lows is not None and curves.highs is not None:
-                bands.append(Band("", curves.mean.xs, curves.lows, curves.highs, color))
+            name = ""  # else the first run that did not finish has it
+        if curves.mean is not None and curves.lows is not None and curves.highs is not None:
+            bands.append(Band("", curves.mean.xs, curves.lows, curves.highs, color))
         for run, curve in curves.singles:
             if run.status != "finished":
-                singles.append(Line("", curve.xs, curve.ys, color, "dashed"))
+                singles.append(Line(name, curve.xs, curve.ys, color, "dashed"))
+                name = ""
             elif len(group.finished) > 1:
                 singles.append(Line("", curve.xs, curve.ys, color, "faint"))
-    return line_chart(CURVES[metric], [*lines, *singles], bands, x_label=X_AXES[x_axis], size=size, note=note)
+    return [*lines, *singles], bands
 
 
 def _run_row(run: ComparedRun, group: str, last_epochs: int) -> list[str]:
@@ -196,21 +198,38 @@ def seeds_text(count: int) -> str:
     return "none finished" if count == 0 else "1 seed" if count == 1 else f"{count} seeds"
 
 
-def comparison_png(comparison: Comparison, x_axis: str = "epochs") -> bytes:
+STROKES: dict[str, dict[str, Any]] = {
+    "line": {"linewidth": 2, "markersize": 3.5},
+    "faint": {"linewidth": 0.7, "alpha": 0.4},
+    "dashed": {"linewidth": 0.9, "alpha": 0.6, "linestyle": "--"},
+}
+"""Strokes of the picture by style of line."""
+
+
+def comparison_png(comparison: Comparison) -> bytes:
     """Return the picture: a panel of training rewards and, if there were validations, one of their rewards."""
-    groups = drawn_groups(comparison)
-    panels = {name: [group_curves(group, name, x_axis) for group in groups] for name in (REWARD, VALIDATION)}
-    panels = {name: curves for name, curves in panels.items() if name == REWARD or any(each.singles for each in curves)}
+    panels = [(name, *_drawn(comparison, name)) for name in (REWARD, VALIDATION)]
+    panels = [panel for panel in panels if panel[0] == REWARD or panel[1]]
     # Not pyplot, which keeps figures in global state and looks for a screen.
     figure = Figure(figsize=(8, 1.0 + 3.8 * len(panels)), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     every_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (name, curves) in zip(every_axes, panels.items(), strict=True):
-        _draw_curves(axes, curves)
-        axes.set(xlabel=X_AXES[x_axis], ylabel=CURVES[name])
+    for axes, (name, lines, bands) in zip(every_axes, panels, strict=True):
+        for band in bands:
+            axes.fill_between(band.xs, band.lows, band.highs, color=COLORS[band.color], alpha=0.18, linewidth=0)
+        for line in reversed(lines):  # the first lies on top
+            # On one line, without characters that no font has; the space, as matplotlib leaves out labels that begin
+            # with an underscore.
+            label = f" {printable(' '.join(line.name.split()))}" if line.name else None
+            marker = "o" if line.style == "line" and len(line.xs) <= 30 else ""
+            axes.plot(line.xs, line.ys, color=COLORS[line.color], label=label, marker=marker, **STROKES[line.style])
+        axes.margins(x=0.02, y=0.06)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set(xlabel=X_AXES[comparison.x_axis], ylabel=CURVES[name])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     every_axes[0].set_title(curves_note(comparison), fontsize=8, color="#5c636d", loc="left", wrap=True)
-    handles, labels = every_axes[0].get_legend_handles_labels()
+    handles, labels = (found[::-1] for found in every_axes[0].get_legend_handles_labels())
     if handles:
         # Names of groups are a user's: a dollar sign begins no formula.
         columns = 1 if max(map(len, labels)) > 45 else 2
@@ -220,26 +239,3 @@ def comparison_png(comparison: Comparison, x_axis: str = "epochs") -> bytes:
     picture = io.BytesIO()
     canvas.print_png(picture)
     return picture.getvalue()
-
-
-def _draw_curves(axes: "Axes", every_curves: Sequence[GroupCurves]) -> None:
-    for color, curves in zip(COLORS, every_curves, strict=False):
-        # On one line, without characters that no font has; the space, as matplotlib leaves out labels that begin with
-        # an underscore.
-        name = printable(" ".join(curves.group.name.split()))
-        label = f" {name} ({seeds_text(len(curves.group.finished))})"
-        for run, curve in curves.singles:
-            if run.status != "finished":
-                axes.plot(curve.xs, curve.ys, color=color, linewidth=0.9, linestyle="--", alpha=0.6)
-            elif len(curves.group.finished) > 1:
-                axes.plot(curve.xs, curve.ys, color=color, linewidth=0.7, alpha=0.4)
-        if curves.mean is None:
-            axes.plot([], [], color=color, linewidth=0.9, linestyle="--", label=label)
-            continue
-        if curves.lows is not None and curves.highs is not None:
-            axes.fill_between(curves.mean.xs, curves.lows, curves.highs, color=color, alpha=0.18, linewidth=0)
-        marker = "o" if len(curves.mean.xs) <= 30 else ""
-        axes.plot(curves.mean.xs, curves.mean.ys, color=color, linewidth=2, marker=marker, markersize=3.5, label=label)
-    axes.margins(x=0.02, y=0.06)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)

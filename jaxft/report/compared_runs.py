@@ -125,25 +125,22 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[ComparedRun], list[Left
     """
     runs, left_out, seen = [], [], set()
     for given in map(os.path.expanduser, paths):
-        found = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
-        is_glob = not Path(given).exists() and glob.has_magic(given)
-        files = [path for path in found if not Path(path).is_dir()] if is_glob else []
+        found = folders = [given]
+        if not Path(given).exists() and glob.has_magic(given):
+            found = sorted(glob.glob(given, recursive=True))
+            folders = [path for path in found if Path(path).is_dir()]
         if not found:
-            left_out.append(LeftOut(given, "matches nothing" if is_glob else "does not exist"))
-        if files:
-            left_out.append(LeftOut(given, f"matches {len(files)} files, which are no runs"))
-        found = [path for path in found if path not in files]
-        for path in map(Path, found):
-            reason = _why_no_run(path)
-            if reason is None and path.resolve() in seen:
-                reason = "is given twice"
-            if reason is None:
-                seen.add(path.resolve())
-                try:
-                    runs.append(read_compared(path))
-                except RunDirectoryError as error:
-                    reason = f"is damaged: {error}"
-            if reason is not None:
+            left_out.append(LeftOut(given, "matches nothing"))
+        if len(folders) < len(found):
+            left_out.append(LeftOut(given, f"matches {len(found) - len(folders)} files, which are no runs"))
+        for path in map(Path, folders):
+            reason = _why_no_run(path) or ("is given twice" if path.resolve() in seen else None)
+            seen.add(path.resolve())
+            try:
+                runs += [] if reason else [read_compared(path)]
+            except RunDirectoryError as error:
+                reason = f"is damaged: {error}"
+            if reason:
                 left_out.append(LeftOut(str(path), reason))
     return runs, left_out
 
@@ -193,7 +190,7 @@ def is_count(value: Any) -> bool:
 
 def _why_no_run(path: Path) -> str | None:
     if not path.is_dir():
-        return "is no folder"
+        return "is no folder" if path.exists() else "does not exist"
     if (path / CONFIG_FILE).is_file():
         return None
     if is_ours(path / COMPARISON_FILE):

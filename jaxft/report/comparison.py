@@ -8,7 +8,7 @@ Figures are those of finished runs; others are counted, and named in the notes.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class Comparison:
         differences: settings that differ, with a value for each group.
         figures: for each figure an estimate per group; None where no finished run has it.
         improvements: one for each pair of groups, or for each group and the best one, of the final reward.
+        x_axis: horizontal axis of the curves, a key of `comparison_curves.X_AXES`.
         last_epochs: number of epochs over which `final_reward` is the mean.
         left_out: paths that are not in the comparison, with the reasons.
         notes: what a reader has to know: runs without figures, few seeds, metrics that some runs lack.
@@ -83,6 +84,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     figures: dict[str, tuple[MeanEstimate | None, ...]]
     improvements: tuple[Improvement, ...]
+    x_axis: str
     last_epochs: int
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...]
@@ -93,11 +95,12 @@ class Comparison:
         return tuple(run for group in self.groups for run in group.runs)
 
 
-def compare_runs(paths: Iterable[str | Path], *, last_epochs: int | None = None) -> Comparison:
+def compare_runs(paths: Iterable[str | Path], *, x_axis: str = "epochs", last_epochs: int | None = None) -> Comparison:
     """Compare runs, folded over their seeds.
 
     Args:
         paths: run directories, or globs such as `runs/sweep/*`.
+        x_axis: horizontal axis of the curves, a key of `comparison_curves.X_AXES`.
         last_epochs: number of epochs at the end over which `final_reward` is the mean; by default a tenth of the
             shortest finished run, at least 3 and at most 25.
 
@@ -115,6 +118,7 @@ def compare_runs(paths: Iterable[str | Path], *, last_epochs: int | None = None)
         differences=differences,
         figures=figures,
         improvements=_improvements(groups, figures.get("final_reward", ())),
+        x_axis=x_axis,
         last_epochs=last_epochs,
         left_out=tuple(left_out),
         notes=tuple(_notes(groups, figures, last_epochs)),
@@ -128,7 +132,7 @@ def no_runs_message(left_out: Sequence[LeftOut]) -> str:
     return f"no run to compare, give run directories: {reasons or 'no path was given'}{more}"
 
 
-def comparison_json(comparison: Comparison, x_axis: str = "epochs") -> dict[str, Any]:
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as plain values for JSON, with the curves of the training reward; NaN is null."""
     return {
         "kind": COMPARISON_KIND,
@@ -136,21 +140,12 @@ def comparison_json(comparison: Comparison, x_axis: str = "epochs") -> dict[str,
         "level": LEVEL,
         "resamples": RESAMPLES,
         "curve_resamples": CURVE_RESAMPLES,
-        "last_epochs": comparison.last_epochs,
+        **asdict(replace(comparison, groups=())),
         "groups": [
             {"name": group.name, "runs": [_run_json(run, comparison.last_epochs) for run in group.runs]}
             for group in comparison.groups
         ],
-        "differences": [asdict(each) for each in comparison.differences],
-        "figures": {
-            name: [None if estimate is None else asdict(estimate) for estimate in estimates]
-            for name, estimates in comparison.figures.items()
-        },
-        "x_axis": x_axis,
-        "curves": {group.name: _curve_json(group, x_axis) for group in comparison.groups},
-        "improvements": [asdict(each) for each in comparison.improvements],
-        "left_out": [asdict(each) for each in comparison.left_out],
-        "notes": comparison.notes,
+        "curves": {group.name: _curve_json(group, comparison.x_axis) for group in comparison.groups},
     }
 
 
