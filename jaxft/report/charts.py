@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from statistics import fmean
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from markupsafe import Markup
@@ -137,12 +138,8 @@ def line_chart(
     frame = _Frame(*size, _padded(xs[0], xs[-1], 0.0), y_range or _padded(min(values), max(values), 0.06))
     paths = [(_band_path(frame, band), f"area {band.classes}") for band in reversed(bands)]
     paths += [(_line_path(frame, line), line.classes) for line in reversed(lines) if line.style != "dots"]
-    dots = [
-        (frame.x(x), frame.y(y), line.classes)
-        for line in reversed(lines)
-        for x, y in _points(line)
-        if line.style == "dots" and is_finite(y)
-    ]
+    dotted = [line for line in reversed(lines) if line.style == "dots"]
+    dots = [(x, y, line.classes) for line in dotted for x, y in _points(line) if is_finite(y)]
     named = [each for each in series if each.name]
     keys = [(each.name, f"{'band ' * isinstance(each, Band)}{each.classes}") for each in named]
     summary = f"{caption}: " + "; ".join(_summary(line) for line in lines if line.name)
@@ -163,18 +160,17 @@ def stacked_chart(
         return Markup()
     stretch = -(-len(xs) // MAX_COLUMNS)
     starts = range(0, len(xs), stretch)
-    stacks = {name: [_mean(ys[at : at + stretch]) for at in starts] for name, ys in layers.items()}
+    stacks = {name: [mean(ys[at : at + stretch]) or 0.0 for at in starts] for name, ys in layers.items()}
     totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
     frame = _Frame(*SMALL, (xs[0] - 0.5, xs[-1] + 0.5), (0.0, max(totals) * 1.05 or 1.0))
     bars, bases = [], [0.0] * len(totals)
     for color, ys in enumerate(stacks.values()):
         for index, y in enumerate(ys):
-            if y > 0:
-                start = xs[starts[index]] - 0.5
-                left, right = frame.x(start), frame.x(min(start + stretch, xs[-1] + 0.5))
-                top, bottom = frame.y(bases[index] + y), frame.y(bases[index])
-                bars.append((left, top, right - left, bottom - top, f"bar c{color % NUM_COLORS}"))
+            start, base = xs[starts[index]] - 0.5, bases[index]
             bases[index] += y
+            if y > 0:
+                ends = frame.x(start), frame.x(min(start + stretch, xs[-1] + 0.5))
+                bars.append((*ends, frame.y(bases[index]), frame.y(base), f"bar c{color % NUM_COLORS}"))
     words = []
     for index, at in enumerate(starts):
         head = f"epoch {number(xs[at])}" + (f" to {number(xs[min(at + stretch, len(xs)) - 1])}" * (stretch > 1))
@@ -220,33 +216,12 @@ def heat_map(
     width, height = WIDE[0], row_height * len(row_names) + _TOP + _BOTTOM
     if not row_names or not column_names:
         return Markup()
-    step_x = (width - label_width - _RIGHT) / len(column_names)
-    gap = 0.0 if step_x < 4 else 1.0
-    drawn = [
-        (
-            label_width + column * step_x,
-            _TOP + row * row_height,
-            step_x - gap,
-            row_height - gap,
-            f"cell s{bucket(value, value_range)}",
-            words[row][column],
-        )
-        for row, values in enumerate(cells)
-        for column, value in enumerate(values)
-        if is_finite(value)
-    ]
-    rows = [
-        (label_width - 6, _TOP + row * row_height + row_height / 2 + 4, shortened(name, label_width // 7))
-        for row, name in enumerate(row_names)
-    ]
+    step = (width - label_width - _RIGHT) / len(column_names)
+    places = {"width": width, "height": height, "left": label_width, "top": _TOP, "step": step, "row": row_height}
+    shades = [[bucket(value, value_range) if is_finite(value) else None for value in row] for row in cells]
+    names = [shortened(name, label_width // 7) for name in row_names]
     every = max(1, math.ceil(len(column_names) * 44 / (width - label_width)))
-    columns = [
-        (label_width + (column + 0.5) * step_x, height - 18, column_names[column])
-        for column in range(0, len(column_names), every)
-    ]
-    low, high = (number(value, 3) for value in value_range)
-    axis = ((label_width + width) / 2, height - 3, "epoch")
-    return _TEMPLATE.heat_map(caption, note, (width, height), low, high, "s", rows, drawn, columns, axis)
+    return _TEMPLATE.heat_map(caption, note, value_range, places, names, shades, words, column_names, every)
 
 
 def bucket(value: float, value_range: tuple[float, float]) -> int:
@@ -277,6 +252,12 @@ def shortened(words: str, length: int) -> str:
 def is_finite(value: object) -> TypeGuard[float]:
     """Return True for a number that can be drawn."""
     return isinstance(value, int | float) and math.isfinite(value)
+
+
+def mean(values: Sequence[Value]) -> Value:
+    """Return the mean of the numbers that can be drawn; None if there is none."""
+    finite = [value for value in values if is_finite(value)]
+    return fmean(finite) if finite else None
 
 
 def thinned(ys: Sequence[Value], count: int) -> list[int]:
@@ -317,11 +298,6 @@ def _padded(low: float, high: float, share: float) -> tuple[float, float]:
         margin = abs(high) * 0.1 or 1.0
         return low - margin, high + margin
     return low - (high - low) * share, high + (high - low) * share
-
-
-def _mean(values: Sequence[Value]) -> float:
-    finite = [value for value in values if is_finite(value)]
-    return sum(finite) / len(finite) if finite else 0.0
 
 
 def _summary(line: Line) -> str:

@@ -164,17 +164,11 @@ def browser(archive: Archive, kept_by: str) -> dict[str, Any]:
         thinned = "alike many of each epoch and over all rewards (more with --max-episodes)"
         shown = f"{archive.num_shown:,} of {shown}, {thinned}"
     entries = [entry for block in archive.entries for entry in block]
-    names = {name: at for at, name in enumerate(dict.fromkeys(entry.example for entry in entries))}
-    index = {
-        "page": PAGE,
-        "blocks": [len(block) for block in archive.entries],
-        "names": list(names),
-        "examples": [names[entry.example] for entry in entries],
-        "epochs": [entry.epoch for entry in entries],
-        "rewards": [entry.reward for entry in entries],
-        "tokens": [entry.num_tokens for entry in entries],
-        "flags": [entry.flags for entry in entries],
-    }
+    epochs, examples, rewards, tokens, flags = zip(*entries, strict=True) if entries else ((),) * len(Entry._fields)
+    names = {name: at for at, name in enumerate(dict.fromkeys(examples))}
+    index = {"page": PAGE, "blocks": [len(block) for block in archive.entries], "names": list(names)}
+    index |= {"examples": [names[each] for each in examples], "epochs": epochs, "rewards": rewards}
+    index |= {"tokens": tokens, "flags": flags}
     known = (letter for letter in archive.scales if f" data-{letter}=" in archive.first_page)
     return {
         "shown": shown,

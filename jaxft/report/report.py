@@ -10,13 +10,14 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import replace_file
 from jaxft.harness import run_main
-from jaxft.report.command import MAX_EPISODES, WATCH_SECONDS
+from jaxft.report.command import MAX_EPISODES
 from jaxft.report.curves import curves, timings, validation
 from jaxft.report.episodes import Archive, browser, make_archive
 from jaxft.report.overview import configuration, faults, overview
@@ -46,14 +47,13 @@ class WrittenReport(NamedTuple):
 def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     """Write the report that the command line asks for, show where it is, and return the exit code."""
     show = Console().message
+    write = partial(write_report, parsed.folder, parsed.output, max_episodes=parsed.max_episodes)
 
     async def report() -> None:
         if parsed.watch is None:
-            show(str(write_report(parsed.folder, parsed.output, max_episodes=parsed.max_episodes)))
+            show(str(write()))
         else:
-            await watch(
-                parsed.folder, parsed.output, show, seconds=parsed.watch, max_episodes=parsed.max_episodes
-            )  # fmt: skip
+            await watch(write, show, parsed.watch)
 
     return run_main(report, title="report")
 
@@ -117,30 +117,21 @@ def report_html(
     return html, archive
 
 
-async def watch(
-    run: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None,
-    show: Callable[[str], None],
-    *,
-    seconds: float = WATCH_SECONDS,
-    max_episodes: int = MAX_EPISODES,
-) -> WrittenReport:
+async def watch(write: Callable[..., WrittenReport], show: Callable[[str], None], seconds: float) -> WrittenReport:
     """Write the report of a run again and again until the run ends; when it is cancelled, a last time.
 
     A file that cannot be read is an error at first. Later it is shown and tried again, as the run may be overwritten.
 
     Args:
-        run: the run directory.
-        output: the file to write; by default `report.html` in the run directory.
+        write: `write_report` with its run, file and number of episodes.
         show: shows a message.
         seconds: seconds between two reports.
-        max_episodes: as in `write_report`.
     """
     shown = ""
     try:
         while True:
             try:
-                written = write_report(run, output, max_episodes=max_episodes, refresh_seconds=seconds)
+                written = write(refresh_seconds=seconds)
                 words, has_ended = str(written), written.state in ("ended", "stopped")
             except RunDirectoryError as error:
                 if not shown:
@@ -153,5 +144,5 @@ async def watch(
                 return written
             await asyncio.sleep(seconds)
     except asyncio.CancelledError:
-        write_report(run, output, max_episodes=max_episodes)  # this page no longer loads itself again
+        write()  # this page no longer loads itself again
         raise

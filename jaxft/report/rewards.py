@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from jaxft.report.charts import Value, heat_map, is_finite, shortened
+from jaxft.report.charts import Value, heat_map, is_finite, mean, shortened
 from jaxft.report.curves import MAX_EXAMPLES, MAX_QUESTION
 from jaxft.report.pages import number
 from jaxft.report.samples import EpisodePlace, questions
@@ -24,14 +24,14 @@ MAX_VALUES = 12
 
 def rewards(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any] | None:
     """Return the charts of single episodes' rewards, or the table `hardest`; None if the run keeps no such rewards."""
-    by_epoch = _rewards_by_epoch(run, places)
+    by_epoch: dict[int, Rewards] = {row["epoch"]: row["rewards"] for row in run.episode_rewards}
     if not by_epoch:
         return None
     epochs = sorted(by_epoch)
     stretch = -(-len(epochs) // MAX_COLUMNS)
     columns = [epochs[at : at + stretch] for at in range(0, len(epochs), stretch)]
     means = {
-        example: [_mean([v for epoch in column for v in by_epoch[epoch].get(example, ())]) for column in columns]
+        example: [mean([v for epoch in column for v in by_epoch[epoch].get(example, ())]) for column in columns]
         for example in dict.fromkeys(example for inner in by_epoch.values() for example in inner)
     }
     seen = [sum(map(is_finite, row)) for row in means.values() if any(map(is_finite, row))]
@@ -43,20 +43,6 @@ def rewards(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any] |
         "by_example": None if is_fresh or not seen else _by_example(means, columns, places),
         "hardest": _hardest_of_late_epochs(by_epoch, places) if is_fresh and seen else None,
     }
-
-
-def _rewards_by_epoch(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[int, Rewards]:
-    """Return the rewards of each example by epoch; of a run without their file, those of episodes if it keeps all."""
-    if run.episode_rewards:
-        return {row["epoch"]: row["rewards"] for row in run.episode_rewards}
-    trainer = run.config.get("trainers", {}).get(run.config.get("finetuning", {}).get("trainer"), {})
-    if trainer.get("save_episodes") != "all":
-        return {}
-    found: dict[int, Rewards] = defaultdict(lambda: defaultdict(list))
-    for place in places:
-        if place.epoch is not None and place.reward is not None:
-            found[place.epoch][str(place.example_id)].append(place.reward)
-    return found
 
 
 def _name(epochs: Sequence[int]) -> str:
@@ -147,8 +133,3 @@ def _hardest_of_late_epochs(by_epoch: dict[int, Rewards], places: Sequence[Episo
     asked = questions(places, (example for _, _, example in kept))
     rows = [(example, asked.get(example, "")[:MAX_QUESTION], number(mean), count) for mean, count, example in kept]
     return {"first": late[0], "last": late[-1], "rows": rows, "total": len(ranked)}
-
-
-def _mean(values: Sequence[Value]) -> Value:
-    finite = [value for value in values if is_finite(value)]
-    return fmean(finite) if finite else None
