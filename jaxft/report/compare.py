@@ -22,7 +22,7 @@ from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
 from jaxft.report.comparison import Comparison, compare_runs, comparison_json
 from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves, run_curve
 from jaxft.report.comparison_text import comparison_text, figure_rows, figures_title, overview, with_interval
-from jaxft.report.pages import ENVIRONMENT, number, render_page
+from jaxft.report.pages import render_page
 from jaxft.report.run_groups import RunGroup
 from jaxft.runs import CONFIG_FILE, current_console, printable
 
@@ -31,8 +31,6 @@ PICTURE_FILE, PAGE_FILE = "compare.png", "compare.html"
 
 COLORS = ("#2563b8", "#d1590a", "#00805f", "#a64d8c", "#8a6d00", "#2f8fbf", "#7a4b2a", "#6b7280")
 """Colours of the groups: `--c0` to `--c7` of assets/page.css, in its light form."""
-
-BADGES = {"finished": "good", "failed": "error", "unfinished": "warning"}
 
 
 def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
@@ -115,14 +113,8 @@ def comparison_page(comparison: Comparison) -> str:
         narrow=_reward_charts(comparison, SMALL),
         figures_title=figures_title(comparison),
         figure_rows=figure_rows(comparison),
-        improvements=[
-            (each.group, each.other, with_interval(each.probability, each.interval)) for each in comparison.improvements
-        ],
-        settings=[
-            (each.path, *each.values, "may" if each.has_effect else "does not") for each in comparison.differences
-        ],
+        with_interval=with_interval,
         others=[_chart(comparison, name) for name in known if name not in (REWARD, VALIDATION)],
-        runs=[_run_row(run, group.name, comparison.last_epochs) for group in comparison.groups for run in group.runs],
     )
 
 
@@ -155,21 +147,6 @@ def _drawn(comparison: Comparison, metric: str) -> tuple[list[Line], list[Band]]
             elif len(group.finished) > 1:
                 singles.append(Line("", curve.xs, curve.ys, color, "faint"))
     return [*lines, *singles], bands
-
-
-def _run_row(run: ComparedRun, group: str, last_epochs: int) -> list[str]:
-    macros: Any = ENVIRONMENT.get_template("macros.html").module
-    figures, is_finished = run.figures(last_epochs), run.status == "finished"
-    return [
-        str(run.records.path),
-        group,
-        "–" if run.seed is None else str(run.seed),
-        macros.badge(run.status, BADGES[run.status]),
-        f"{len(run.rewards)}" + (f" of {run.num_epochs}" if run.num_epochs else ""),
-        str(run.resumes),
-        *(number(figures.get(name) if is_finished else None) for name in ("final_reward", "best_validation_reward")),
-        number(figures.get("seconds")),
-    ]
 
 
 def drawn_groups(comparison: Comparison) -> tuple[RunGroup, ...]:

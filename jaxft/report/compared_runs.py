@@ -51,11 +51,6 @@ class ComparedRun:
     status: Literal["finished", "failed", "unfinished"]
     ending: str = ""
 
-    @property
-    def name(self) -> str:
-        """Name of the run directory."""
-        return self.records.name
-
     @cached_property
     def seed(self) -> int | None:
         """The seed of the configuration, or None."""

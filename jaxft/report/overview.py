@@ -120,22 +120,6 @@ def _value(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else number(value)
 
 
-def configuration(run: RunRecords) -> dict[str, Any]:
-    """Return settings with their defaults, where those differ, and settings that were chosen for the devices.
-
-    Without a record of the `differences`, as in older runs, they are None.
-    """
-    differences, chosen = run.environment.get("differences"), run.environment.get("chosen") or {}
-    rows = [
-        (path, setting(each.get("value")), setting(each["default"]) if "default" in each else "(no default)")
-        for path, each in (differences or {}).items()
-    ]
-    return {
-        "differences": None if differences is None else rows,
-        "chosen": [(path, setting(value)) for path, value in chosen.items()],
-    }
-
-
 def faults(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any]:
     """Return failed episodes, updates that were not made, warnings, and the end of the log."""
     failed = [place for place in places if place.is_failure]

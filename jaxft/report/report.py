@@ -20,7 +20,7 @@ from jaxft.harness import run_main
 from jaxft.report.command import MAX_EPISODES
 from jaxft.report.curves import curves, timings, validation
 from jaxft.report.episodes import Archive, browser, make_archive
-from jaxft.report.overview import configuration, faults, overview
+from jaxft.report.overview import faults, overview
 from jaxft.report.pages import render_page
 from jaxft.report.rewards import rewards
 from jaxft.report.samples import find_episodes
@@ -109,7 +109,6 @@ def report_html(
         validation=validation(records, places),
         episodes=browser(archive, kept_by),
         timings=timings(records),
-        configuration=configuration(records),
         faults=faults(records, places),
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
         version=(records.environment.get("versions") or {}).get("jaxft"),

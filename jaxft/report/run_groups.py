@@ -88,7 +88,7 @@ def group_runs(runs: Sequence[ComparedRun]) -> tuple[tuple[RunGroup, ...], tuple
     effective = [path for path in differing if has_effect(path)]
     groups = _split([list(range(len(runs)))], settings, effective)
     told_apart = [{path: each.get(path, ABSENT) for path in effective} for each in settings]
-    folders: list[dict[str, Any]] = [{FOLDER: run.name} for run in runs]
+    folders: list[dict[str, Any]] = [{FOLDER: run.records.name} for run in runs]
     paths: list[dict[str, Any]] = [{FOLDER: str(run.records.path)} for run in runs]
     for facts in (surroundings, folders, paths):
         repeated = [group for group in groups if len(group) > len({runs[at].seed for at in group})]
@@ -102,7 +102,7 @@ def group_runs(runs: Sequence[ComparedRun]) -> tuple[tuple[RunGroup, ...], tuple
     every_path = sorted({path for each in settings for path in each})
     names = _names([told_apart[group[0]] for group in groups], every_path)
     if len(groups) == 1:
-        names = [_common_name([run.name for run in runs])]
+        names = [_common_name([run.records.name for run in runs])]
     made = tuple(
         RunGroup(name, tuple(sorted((runs[at] for at in group), key=_by_seed)))
         for name, group in zip(names, groups, strict=True)
