@@ -145,8 +145,6 @@ def validation(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any
     kinds = [*["Curriculum"] * has_curriculum, *["Validation"] * bool(run.validations)]
     examples = run.curriculum.get("examples") or {}
     least = sorted(examples.items(), key=lambda item: item[1].get("epochs_included", 0))[:MAX_EXAMPLES]
-    asked = questions(places, (name for name, _ in least))
-    keys = ("epochs_included", "reward_mean", "reward_diff")
     # Histories of other versions have nested values, which no cell shows.
     nested = {name for row in run.validations for name, value in row.items() if isinstance(value, dict | list)}
     names = dict.fromkeys(name for row in run.validations for name in row)
@@ -155,12 +153,9 @@ def validation(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any
         "title": " and ".join(kinds).replace(" V", " v"),
         "charts": [*(_curriculum(run) if has_curriculum else ()), *_validation_chart(run)],
         "num_examples": len(examples),
-        "least": [
-            (name, asked.get(name, "")[:MAX_QUESTION], *(number(state.get(key)) for key in keys))
-            for name, state in least
-        ],
+        "least": least,
+        "questions": questions(places, (name for name, _ in least)),
         "columns": columns,
-        "rows": [(number(row["epoch"]), *(number(row.get(name)) for name in columns)) for row in run.validations],
         "errors": [(row["epoch"], row["first_error"]) for row in run.validations if row.get("first_error")][:3],
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxft.report.charts import is_finite
-from jaxft.report.pages import duration, number, setting
+from jaxft.report.pages import duration, number
 from jaxft.report.samples import EpisodePlace, read_episodes
 from jaxft.runs import NAMED_REWARD, Row, RunRecords, reward_figures
 
@@ -124,11 +124,8 @@ def faults(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any]:
     """Return failed episodes, updates that were not made, warnings, and the end of the log."""
     failed = [place for place in places if place.is_failure]
     reports = [(row.get("epoch"), str(row.get("failure", ""))) for row in read_episodes(failed[:MAX_ROWS])]
-    warnings = []
-    for line in run.log_lines():
-        words = _STAMP.sub("", line)
-        if not _PROGRESS.match(words) and _WARNING.search(words):
-            warnings.append(line)
+    lines = [(line, _STAMP.sub("", line)) for line in run.log_lines()]
+    warnings = [line for line, words in lines if not _PROGRESS.match(words) and _WARNING.search(words)]
     return {
         "counted": list(_count_episodes(run)),
         "bad_batches": sorted(path.name for path in run.path.glob("bad_batches/*.npz")),
@@ -136,18 +133,8 @@ def faults(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any]:
         "failures": [(epoch, report.split("\n", 1)[0][:300], report[:20_000]) for epoch, report in reports],
         "num_warnings": len(warnings),
         "warnings": [line[:1000] for line in warnings[-MAX_ROWS:]],
-        "resumes": [_resume(row) for row in run.resumes],
         "log": run.log_tail(MAX_LOG_LINES),
     }
-
-
-def _resume(row: Row) -> tuple[str, str, str]:
-    step, changes = row.get("checkpoint"), []
-    for path, values in (row.get("changes") or {}).items():
-        is_pair = isinstance(values, list) and len(values) == 2
-        changes.append(f"{path}: {' → '.join(map(setting, values)) if is_pair else setting(values)}")
-    where = "the beginning" if step is None else f"checkpoint {step}"
-    return where, "; ".join(changes) or "none", ", ".join(row.get("devices") or ()) or "–"
 
 
 def _count_episodes(run: RunRecords) -> Iterator[tuple[str, str, str]]:
