@@ -66,7 +66,7 @@ def test_runs_without_an_end_are_counted_and_not_in_the_figures(tmp_path):
     write_run(tmp_path / "going_on", [9.0], seed=10, result=None, log="1/10 epochs")
     comparison = compare_runs([f"{tmp_path}/*"])
     (group,) = comparison.groups
-    assert {run.name: run.status for run in group.runs if run.status != "finished"} == {
+    assert {run.records.name: run.status for run in group.runs if run.status != "finished"} == {
         "failed": "failed",
         "stopped": "unfinished",
         "going_on": "unfinished",
