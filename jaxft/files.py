@@ -231,27 +231,19 @@ def write_manifest(folder: Path, extra: Mapping[str, Any] = {}) -> Path:
 
     Raises:
         ManifestError: the folder holds a symbolic link or another irregular file.
+        DiskFull: there is no room for the manifest.
         ValueError: `extra` has a key of the manifest itself, or a NaN or infinity.
     """
     taken = [key for key in OWN_KEYS if key in extra]
     if taken:
         raise ValueError(f"extra has the keys {taken}, which the manifest uses itself: rename them")
-    temporary = folder / f".{MANIFEST}.tmp"
-    temporary.unlink(missing_ok=True)  # of a write that was cut off; it would be listed
+    (folder / f".{MANIFEST}.tmp").unlink(missing_ok=True)  # of a write that was cut off; it would be listed
     # As JSON returns it: keys become strings, tuples lists.
     extra = json.loads(json.dumps(dict(extra), allow_nan=False))
     values = {"format_version": FORMAT_VERSION, **extra, "files": _sync_files(folder)}
-    try:
-        with temporary.open("wb") as stream:
-            stream.write(_render_manifest(values))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, folder / MANIFEST)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    path = replace_file(folder / MANIFEST, _render_manifest(values))
     sync_folder(folder)
-    return folder / MANIFEST
+    return path
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -133,11 +133,7 @@ async def run(config: Config, *, resume: bool) -> "TrainResult":
     folder = config.finetuning.output_dir
     resume_command.set(f"jaxft.train(..., output_dir={str(folder)!r}, resume=True)  # the dots: the same arguments")
     async with open_session(config, resume=resume) as session:
-        statuses = await session.train()
-        model = await session.export_model()
-        assert model is not None
-        counts = {"num_epochs": config.finetuning.num_epochs, "jobs_completed": len(statuses), "model": model.name}
-        session.write_result(counts)
+        await session.train_and_export()
     return TrainResult(folder)
 
 

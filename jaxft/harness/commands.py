@@ -16,7 +16,7 @@ from jaxft.harness.config import Config, config_secrets, load_config
 from jaxft.harness.config_merge import escape_fields, literal
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.opening import MASKED, bring_back, open_session
-from jaxft.harness.session import UNHEALTHY, Session, resume_command
+from jaxft.harness.session import UNHEALTHY, resume_command
 from jaxft.harness.signals import current_shutdown
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import current_console
@@ -37,15 +37,7 @@ async def finetune(config: Config, arguments: argparse.Namespace) -> None:
                 f"eval.general.output_dir: {evaluations} is for `jaxft eval`; this run writes to "
                 f"finetuning.output_dir: {config.finetuning.output_dir}"
             )
-        statuses = await session.train()
-        model = await session.export_model()
-        session.write_result(
-            {
-                "num_epochs": config.finetuning.num_epochs,
-                "jobs_completed": len(statuses),
-                "model": None if model is None else str(model.relative_to(session.directory.path)),
-            }
-        )
+        await session.train_and_export()
 
 
 async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: argparse.Namespace) -> None:
@@ -123,7 +115,24 @@ async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
         output_dir = config.eval.general.output_dir
         path = Path(folder) if output_dir is None else output_dir
         async with open_session(config, overwrite=arguments.overwrite, output_dir=path) as session:
-            await _evaluate(session, arguments, is_kept=output_dir is not None)
+            output = await session.evaluate(
+                temperature=arguments.temperature, num_generations=arguments.num_generations
+            )
+            results = output.evaluation_results
+            values: dict[str, Any] = {f"average/{name}": result.average_score for name, result in results}
+            values |= {
+                "average_reward": output.average_reward,
+                "episodes": output.num_episodes,
+                "failed": output.num_failed,
+                "unscorable": output.num_unscorable,
+            }
+            if output.first_error is not None:
+                session.console.message(f"{output.num_failed} episodes failed; the first: {output.first_error}")
+            if output_dir is None:
+                session.console.table(values)
+            else:
+                session.directory.write_json(EVALUATION_FILE, output.model_dump(mode="json"))
+                session.write_result(values)
 
 
 async def serve(config: Config, port: int | None) -> None:
@@ -165,22 +174,3 @@ async def open_models(config: Config, *, seed: int = 0) -> AsyncIterator[Compone
         console.mask = redactor()
         async with ComponentBuilder(own, directory, console) as builder:
             yield builder
-
-
-async def _evaluate(session: Session, arguments: argparse.Namespace, *, is_kept: bool) -> None:
-    temperature = arguments.temperature
-    output = await session.evaluate(temperature=temperature, num_generations=arguments.num_generations)
-    values: dict[str, Any] = {f"average/{name}": result.average_score for name, result in output.evaluation_results}
-    values |= {
-        "average_reward": output.average_reward,
-        "episodes": output.num_episodes,
-        "failed": output.num_failed,
-        "unscorable": output.num_unscorable,
-    }
-    if output.first_error is not None:
-        session.console.message(f"{output.num_failed} episodes failed; the first: {output.first_error}")
-    if is_kept:
-        session.directory.write_json(EVALUATION_FILE, output.model_dump(mode="json"))
-        session.write_result(values)
-    else:
-        session.console.table(values)

@@ -311,11 +311,10 @@ def config_secrets(config: BaseModel) -> set[str]:
             found.add(secret if isinstance(secret, str) else secret.decode(errors="replace"))
         elif isinstance(value, str):
             found.update(secrets_in_urls(value))
-        elif isinstance(value, BaseModel):
-            search(dict(value))
-        elif isinstance(value, Mapping):
-            found.update(text for name, text in value.items() if isinstance(text, str) and is_secret_name(str(name)))
-            search(list(value.values()))
+        elif isinstance(value, BaseModel | Mapping):
+            fields = dict(value)
+            found.update(text for name, text in fields.items() if isinstance(text, str) and is_secret_name(str(name)))
+            search([*fields.values()])
         elif isinstance(value, list | tuple | set | frozenset):
             for inner in value:
                 search(inner)

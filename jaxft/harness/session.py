@@ -316,6 +316,14 @@ class Session:
             raise TooManyFailures(f"all {output.num_failed} episodes failed; the first: {output.first_error}")
         return output
 
+    async def train_and_export(self) -> list[TrainingJobStatus]:
+        """Train, export the model, write the result of both, and return the last status of each job; see `train`."""
+        statuses = await self.train()
+        model = await self.export_model()
+        counts = {"num_epochs": self.config.finetuning.num_epochs, "jobs_completed": len(statuses)}
+        self.write_result(counts | {"model": None if model is None else str(model.relative_to(self.directory.path))})
+        return statuses
+
     async def export_model(self) -> Path | None:
         """Export the trained model and return its folder; None if the weights stay with a remote backend."""
         adapter, folder = await self.adapter(), self.directory.file(MODEL_FOLDER)

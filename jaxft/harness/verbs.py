@@ -104,6 +104,29 @@ def run_arguments(
     )
     override_arguments(parser)
     log_arguments(parser)
+    _data_arguments(parser)
+    parser.add_argument(
+        "--strict-compile",
+        action="store_true",
+        help="compile every program first; fail if an epoch compiles more",
+    )
+    processes_arguments(parser)
+    existing = parser.add_mutually_exclusive_group()
+    existing.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace the run in the output directory, which is removed once the new run has its first checkpoint",
+    )
+    existing.add_argument("--resume", action="store_true", help="continue the run in the output directory")
+    if is_script:
+        for verb in installed_verbs().values():
+            if verb.takes_over is not None:
+                verb.add_arguments(parser)
+    return parser
+
+
+def _data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that replace dataset, validation and agent of the configuration."""
     parser.add_argument(
         "--dataset", type=home_path, metavar="FILE", help="file of examples to use instead of eval.general.dataset"
     )
@@ -121,11 +144,6 @@ def run_arguments(
         help="configuration with the workflow and evaluators of validation",
     )
     parser.add_argument(
-        "--strict-compile",
-        action="store_true",
-        help="compile every program first; fail if an epoch compiles more",
-    )
-    parser.add_argument(
         "--endpoint",
         metavar="URL",
         help="address of an agent, which takes the place of the workflow (`_type: http_agent`)",
@@ -136,19 +154,6 @@ def run_arguments(
         metavar="SECONDS",
         help="seconds that this agent may take for an episode (default: eval.general.timeout_seconds)",
     )
-    processes_arguments(parser)
-    existing = parser.add_mutually_exclusive_group()
-    existing.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace the run in the output directory, which is removed once the new run has its first checkpoint",
-    )
-    existing.add_argument("--resume", action="store_true", help="continue the run in the output directory")
-    if is_script:
-        for verb in installed_verbs().values():
-            if verb.takes_over is not None:
-                verb.add_arguments(parser)
-    return parser
 
 
 def override_arguments(parser: argparse.ArgumentParser) -> None:

@@ -192,8 +192,7 @@ class JaxftTrainer(Trainer):
         shutdown.resume_command = resume_command.get()
         try:
             with shutdown.installed():
-                statuses = await session.train()
-                model = await session.export_model()
+                statuses = await session.train_and_export()
         except Stopped as stopped:
             print(f"jaxft: {stopped}\njaxft: {shutdown.message}", file=sys.stderr)
             # Raised by the loop and not here, where asyncio would show it with its traceback: the loop cancels this
@@ -202,13 +201,6 @@ class JaxftTrainer(Trainer):
             await asyncio.get_running_loop().create_future()
         finally:
             write_toolkit_files(session.directory.path, session.config.finetuning.output_dir.parent)
-        session.write_result(
-            {
-                "num_epochs": session.config.finetuning.num_epochs,
-                "jobs_completed": len(statuses),
-                "model": None if model is None else str(model.relative_to(session.directory.path)),
-            }
-        )
         self._statuses = [to_toolkit_status(status) for status in statuses]
         return self._statuses
 

@@ -102,7 +102,8 @@ async def open_run(
             ["--endpoint: an agent behind an endpoint cannot be trained: its tokens are not recorded in this process"]
         )
     toolkit, finetuning = _resolve_options(options, run_config)
-    if trainer is not None:  # version 1.8 makes the trainer before it reads the overrides
+    is_whole = trainer is not None
+    if is_whole:  # version 1.8 makes the trainer before it reads the overrides
         resolved = toolkit.trainers.get(finetuning.trainer or "")
         if type(resolved) is not type(trainer):
             raise ConfigError(
@@ -110,25 +111,14 @@ async def open_run(
             )
         trainer = resolved
     config = _config(toolkit, finetuning, options, trainer, trajectory_builder, trainer_adapter)
-    chosen = {} if trainer is None else dict(trainer)
     _prepare_process()
-    is_whole = trainer is not None
-    resume, overwrite = chosen.get("resume", False), chosen.get("overwrite", not is_whole)
     async with AsyncExitStack() as stack:
-        try:
-            session = await stack.enter_async_context(open_session(config, resume=resume, overwrite=overwrite))
-        except RunDirectoryError as error:
-            options_of = f"-o trainers.{run_config.trainer}"
-            raise RunDirectoryError(
-                f"{error}; for nat finetune these are {options_of}.overwrite true and, to continue it, "
-                f"{options_of}.resume true"
-            ) from None
+        session = await stack.enter_async_context(_open_session(config, run_config.trainer, trainer))
         for name, llm in toolkit.llms.items():
             if isinstance(llm, PolicyConfig):
                 client = await session.builder.get_llm(name)
                 stack.enter_context(published(llm.model_name, client))
-        examples = await session.builder.get_dataset()
-        stack.enter_context(toolkit_episodes.recording(config.finetuning.seed, examples))
+        stack.enter_context(toolkit_episodes.recording(config.finetuning.seed, await session.builder.get_dataset()))
         if config.eval.validation is not None and options.validation_config_file is not None:
             file = options.validation_config_file
             session.builder.validation = _validation_config(config, file, options.result_json_path)
@@ -144,6 +134,22 @@ async def open_run(
         if not is_whole and config.finetuning.trainer_adapter is not None:
             model = await session.export_model()
             session.write_result({"model": None if model is None else str(model.relative_to(session.directory.path))})
+
+
+@asynccontextmanager
+async def _open_session(config: Config, name: str | None, trainer: BaseModel | None) -> AsyncIterator[Session]:
+    """Open the session of a run as the options of its trainer say; with a foreign one, which has none, in any case."""
+    chosen = {"resume": False, "overwrite": True} if trainer is None else dict(trainer)
+    opening = open_session(config, resume=chosen["resume"], overwrite=chosen["overwrite"])
+    async with AsyncExitStack() as stack:
+        try:
+            session = await stack.enter_async_context(opening)
+        except RunDirectoryError as error:
+            option = f"-o trainers.{name}"
+            raise RunDirectoryError(
+                f"{error}; for nat finetune these are {option}.overwrite true and, to continue it, {option}.resume true"
+            ) from None
+        yield session
 
 
 async def open_parts(run_config: ToolkitFinetuneConfig) -> ToolkitRun:
@@ -213,26 +219,11 @@ def _config(
                 "runs the whole dataset in every epoch: leave it out, or use a jaxft_trajectory_builder"
             ]
         )
-    validation = None
-    if options.validation_dataset is not None and trainer is not None:
-        validation = ValidationConfig(
-            dataset=ToolkitDatasetConfig(toolkit=toolkit, file=str(options.validation_dataset)),
-            interval=options.validation_interval,
-        )
     reward = finetuning.reward_function
     return Config(
         llms=llms,
         workflow=_workflow(toolkit, options.result_json_path),
-        eval=EvalConfig(
-            general=EvalGeneralConfig(
-                max_concurrency=max(toolkit.eval.general.max_concurrency, 1),
-                dataset=ToolkitDatasetConfig(
-                    toolkit=toolkit, file=None if options.dataset is None else str(options.dataset)
-                ),
-            ),
-            validation=validation,
-            evaluators=_evaluators(toolkit),
-        ),
+        eval=_eval(toolkit, options, is_whole=trainer is not None),
         trajectory_builders=builders,
         trainer_adapters=adapters,
         trainers=trainers,
@@ -251,6 +242,20 @@ def _config(
             **{name: kept[name] for name in FINETUNING if name in kept},
         ),
     )
+
+
+def _eval(toolkit: ToolkitConfig, options: FinetuneRunConfig, *, is_whole: bool) -> EvalConfig:
+    """Return dataset, validation and evaluators; a foreign trainer, whose run is not a whole one, validates itself."""
+    validation = None
+    if options.validation_dataset is not None and is_whole:
+        dataset = ToolkitDatasetConfig(toolkit=toolkit, file=str(options.validation_dataset))
+        validation = ValidationConfig(dataset=dataset, interval=options.validation_interval)
+    file = None if options.dataset is None else str(options.dataset)
+    general = EvalGeneralConfig(
+        max_concurrency=max(toolkit.eval.general.max_concurrency, 1),
+        dataset=ToolkitDatasetConfig(toolkit=toolkit, file=file),
+    )
+    return EvalConfig(general=general, validation=validation, evaluators=_evaluators(toolkit))
 
 
 def _part(given: dict[str, Any], name: str | None, instance: Any, foreign: Any) -> dict[str, Any]:

@@ -24,8 +24,8 @@ TOKEN_SCORES_FILE = "trajectories/token_scores.jsonl"
 """Log with the advantages and entropies of the tokens of the episodes in `SAMPLES_FILE` that were trained."""
 PAIRS_FILE = "trajectories/pairs.jsonl"
 RESUMES_FILE = "resumes.jsonl"
-PLOT_FILE = "reward_plot.png"
 """Log with one line per resume of the run."""
+PLOT_FILE = "reward_plot.png"
 LOG_FILE = "run.log"
 """Log of the console output and of `logging`."""
 NO_LOGS = (RESUMES_FILE, "checkpoints", "model", "tensorboard", "wandb", "loggers")
@@ -44,7 +44,7 @@ RUN_FILES = (
     REWARD_HISTORY_FILE,
     VALIDATION_HISTORY_FILE,
     CURRICULUM_FILE,
-    "reward_plot.png",
+    PLOT_FILE,
     "report.html",
     "tensorboard",
     "wandb",

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 from jaxft.errors import UserCodeError, one_line, user_code
 from jaxft.redaction import map_texts, redacted
 from jaxft.runs.console import Console
+from jaxft.runs.files import PLOT_FILE
 
 MAX_FAILURES = 3
 """Number of failed calls in a row that switches a logger off."""
@@ -28,7 +29,7 @@ CALL_SECONDS = 120.0
 MAX_WAITING = 1000
 """Number of calls that may wait for a slow logger; further ones are dropped."""
 
-ARTIFACTS: dict[Literal["reward_plot", "report"], str] = {"reward_plot": "reward_plot.png", "report": "report.html"}
+ARTIFACTS: dict[Literal["reward_plot", "report"], str] = {"reward_plot": PLOT_FILE, "report": "report.html"}
 """Files of the run directory that are logged at the end of a run, if they are there."""
 
 Status = Literal["completed", "failed", "stopped"]

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -57,27 +58,12 @@ def plot_rewards(
             averages = moving_average(means, window)
             axes.plot(epochs, averages, color="navy", linewidth=2, label=f"mean of {window} epochs")
     if validation_history:
-        axes.plot(
-            _column(validation_history, "epoch"),
-            _column(validation_history, "avg_reward"),
-            color="tab:orange",
-            linewidth=1,
-            marker="D",
-            markersize=5 if len(validation_history) <= 30 else 3,
-            label="validation",
-        )
-
+        at, rewards = _column(validation_history, "epoch"), _column(validation_history, "avg_reward")
+        size = 5 if len(at) <= 30 else 3
+        axes.plot(at, rewards, color="tab:orange", linewidth=1, marker="D", markersize=size, label="validation")
     has_curriculum = any("curriculum_percentile" in row for row in reward_history)
     if has_curriculum:
-        chosen = _column(reward_history, "reward_mean_chosen")
-        axes.plot(epochs, chosen, color="tab:green", linestyle=":", marker=".", linewidth=1.2, label="mean, chosen")
-        shares = axes.twinx()
-        percents = [100 * share for share in _column(reward_history, "curriculum_percentile")]
-        shares.step(epochs, percents, where="post", color="tab:purple", linewidth=1, alpha=0.7)
-        shares.set_ylim(0, 105)
-        shares.set_ylabel("curriculum, % of the groups", color="tab:purple")
-        shares.tick_params(axis="y", labelcolor="tab:purple")
-        shares.spines[["top"]].set_visible(False)
+        _draw_curriculum(axes, reward_history)
 
     axes.set_title(directory.path.name, parse_math=False)
     axes.set_xlabel("epoch, counted from 0")
@@ -93,6 +79,20 @@ def plot_rewards(
     picture = io.BytesIO()
     canvas.print_png(picture)
     return directory.write_bytes(PLOT_FILE, picture.getvalue())
+
+
+def _draw_curriculum(axes: Axes, reward_history: Sequence[Mapping[str, float | None]]) -> None:
+    """Draw the mean reward of the groups that were chosen and, on an axis of its own, their percentage."""
+    epochs = _column(reward_history, "epoch")
+    chosen = _column(reward_history, "reward_mean_chosen")
+    axes.plot(epochs, chosen, color="tab:green", linestyle=":", marker=".", linewidth=1.2, label="mean, chosen")
+    shares = axes.twinx()
+    percents = [100 * share for share in _column(reward_history, "curriculum_percentile")]
+    shares.step(epochs, percents, where="post", color="tab:purple", linewidth=1, alpha=0.7)
+    shares.set_ylim(0, 105)
+    shares.set_ylabel("curriculum, % of the groups", color="tab:purple")
+    shares.tick_params(axis="y", labelcolor="tab:purple")
+    shares.spines[["top"]].set_visible(False)
 
 
 def moving_average_window(epochs: int) -> int:

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from jaxft.errors import RunDirectoryError
 from jaxft.runs.files import (
@@ -36,6 +37,16 @@ from jaxft.runs.files import (
 from jaxft.runs.metrics import NAMED_REWARD, REWARD
 
 Row = dict[str, Any]
+
+
+def _check_epoch(row: Row) -> Row:
+    if not isinstance(row.get("epoch"), int):
+        raise ValueError("a row has no number as its 'epoch'")
+    return row
+
+
+_Epoch = Annotated[Row, AfterValidator(_check_epoch)]
+_ROW, _EPOCH, _EPOCHS = TypeAdapter(Row), TypeAdapter(_Epoch), TypeAdapter(list[_Epoch])
 
 # The parser in C reads a configuration ten times faster.
 _YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -136,18 +147,18 @@ def read_run(path: Path) -> RunRecords:
     """
     if not (path / CONFIG_FILE).is_file():
         raise RunDirectoryError(f"'{path}' holds no run: it has no {CONFIG_FILE}; give the directory of a run")
-    metrics = _epochs(path / METRICS_FILE)
+    metrics = list(_lines(path / METRICS_FILE, _EPOCH))
     # The history is written every tenth epoch, the metrics after each.
-    rewards = _with_epochs(path / REWARD_HISTORY_FILE)
+    rewards = _json(path / REWARD_HISTORY_FILE, [], _EPOCHS)
     return RunRecords(
         path=path,
         config=_yaml(path / CONFIG_FILE),
         environment=_json(path / ENVIRONMENT_FILE, {}),
         metrics=metrics,
-        timings=_epochs(path / TIMINGS_FILE),
+        timings=list(_lines(path / TIMINGS_FILE, _EPOCH)),
         rewards=metrics if len(metrics) > len(rewards) else rewards,
-        episode_rewards=_epochs(path / EPISODE_REWARDS_FILE),
-        validations=_with_epochs(path / VALIDATION_HISTORY_FILE),
+        episode_rewards=list(_lines(path / EPISODE_REWARDS_FILE, _EPOCH)),
+        validations=_json(path / VALIDATION_HISTORY_FILE, [], _EPOCHS),
         curriculum=_json(path / CURRICULUM_FILE, {}),
         resumes=list(_lines(path / RESUMES_FILE)),
         result=_json(path / RESULT_FILE, None),
@@ -196,59 +207,31 @@ def flat(config: Any, path: str = "") -> dict[str, Any]:
 
 def _yaml(file: Path) -> Row:
     try:
-        found = yaml.load(file.read_text("utf-8"), Loader=_YAML_LOADER)
+        return _ROW.validate_python(yaml.load(file.read_text("utf-8"), Loader=_YAML_LOADER) or {})
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise unreadable(file, error) from error
-    return {} if found is None else _check_value(file, found, dict)
 
 
-def _json(file: Path, missing: Any, kind: type = dict) -> Any:
-    """Return the value of a file of JSON, which is of a kind; a list holds objects."""
+def _json(file: Path, missing: Any, kind: TypeAdapter[Any] = _ROW) -> Any:
     try:
-        found = json.loads(file.read_bytes())
+        return kind.validate_json(file.read_bytes())
     except FileNotFoundError:
         return missing
     except (OSError, ValueError) as error:
         raise unreadable(file, error) from error
-    for row in found if isinstance(_check_value(file, found, kind), list) else ():
-        _check_value(file, row, dict)
-    return found
 
 
-def _with_epochs(file: Path) -> list[Row]:
-    """Return the rows of a history, each of which names its epoch."""
-    rows = _json(file, [], list)
-    for row in rows:
-        _check_value(file, row.get("epoch"), int)
-    return rows
-
-
-def _check_value(file: Path, value: Any, kind: type, line: int | None = None) -> Any:
-    if not isinstance(value, kind):
-        wanted = {dict: "an object", list: "a list", int: "a number"}[kind]
-        raise unreadable(file, ValueError(f"it holds a value of type {type(value).__name__}; wanted {wanted}"), line)
-    return value
-
-
-def _epochs(file: Path) -> list[Row]:
-    """Return the rows of a log that has one for each epoch."""
-    rows = list(_lines(file))
-    for number, row in enumerate(rows, start=1):
-        _check_value(file, row.get("epoch"), int, number)
-    return rows
-
-
-def _lines(file: Path) -> Iterator[Row]:
+def _lines(file: Path, kind: TypeAdapter[Any] = _ROW) -> Iterator[Row]:
     try:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.endswith(b"\n"):
                     return  # it is being written
                 try:
-                    row = json.loads(line)
+                    row = kind.validate_json(line)
                 except ValueError as error:
                     raise unreadable(file, error, number) from error
-                yield _check_value(file, row, dict, number)
+                yield row
     except FileNotFoundError:
         return
     except OSError as error:
@@ -258,6 +241,7 @@ def _lines(file: Path) -> Iterator[Row]:
 def unreadable(file: Path, error: Exception, line: int | None = None) -> RunDirectoryError:
     """Return the error for a file of a run, or a line of it, that cannot be read."""
     where = f"{file}" if line is None else f"{file}:{line}"
+    fault = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
     return RunDirectoryError(
-        f"{where} cannot be read ({error}): the run's files are damaged; copy them back, or leave the run out"
+        f"{where} cannot be read ({fault}): the run's files are damaged; copy them back, or leave the run out"
     )
