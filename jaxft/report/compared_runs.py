@@ -76,16 +76,13 @@ class ComparedRun:
     @cached_property
     def rewards(self) -> list[float]:
         """Mean training reward of each epoch; NaN where there was none."""
-        rows = {row["epoch"]: number(row, "reward_mean") for row in self.records.rewards if is_count(row.get("epoch"))}
+        rows = dict(column(self.records.rewards, "reward_mean"))
         return [rows.get(epoch, math.nan) for epoch in range(max(rows, default=-1) + 1)]
 
     @cached_property
     def validations(self) -> list[tuple[int, float]]:
         """Number of epochs before each validation, and its reward."""
-        rows = {
-            row["epoch"]: number(row, "avg_reward") for row in self.records.validations if is_count(row.get("epoch"))
-        }
-        return sorted(rows.items())
+        return column(self.records.validations, "avg_reward")
 
     def figures(self, last_epochs: int) -> dict[str, float]:
         """Return the figures of the run by name; those that it lacks are left out.
@@ -104,8 +101,11 @@ class ComparedRun:
         found["epochs"] = float(len(self.rewards))
         result = _result_figures(self.records.result or {})
         # Those of result.json count the warm start and all sessions.
-        seconds = result.pop("seconds", None) or sum(_numbers(self.records.timings, "seconds")) or None
-        rates = _numbers(self.records.timings, "tokens_per_second")
+        times, rates = (
+            [value for row in self.records.timings if math.isfinite(value := number(row, name))]
+            for name in ("seconds", "tokens_per_second")
+        )
+        seconds = result.pop("seconds", None) or sum(times) or None
         found |= {} if seconds is None else {"seconds": seconds}
         found |= {"tokens_per_second": statistics.median(rates)} if rates else {}
         return found | {RESULT_PREFIX + name: value for name, value in result.items()}
@@ -178,9 +178,9 @@ def number(row: Mapping[str, Any], name: str) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
 
-def is_count(value: Any) -> bool:
-    """Return True for a whole number that is not negative."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def column(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
+    """Return pairs of an epoch and a value of its row, by ascending epoch; the last row of an epoch counts."""
+    return sorted({row["epoch"]: number(row, name) for row in rows}.items())
 
 
 def _why_no_run(path: Path) -> str | None:
@@ -211,11 +211,6 @@ def _ending(log: Path) -> str:
         if not line.startswith("  "):  # the command to resume stands below the last words
             return ""
     return ""
-
-
-def _numbers(rows: Sequence[Row], name: str) -> list[float]:
-    values = (number(row, name) for row in rows)
-    return [value for value in values if math.isfinite(value)]
 
 
 def _result_figures(result: Row) -> dict[str, float]:

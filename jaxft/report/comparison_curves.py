@@ -11,10 +11,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from jaxft.report.compared_runs import ComparedRun, is_count, number
+from jaxft.report.compared_runs import ComparedRun, column
 from jaxft.report.intervals import mean_band
 from jaxft.report.run_groups import RunGroup
-from jaxft.runs import Row
 
 X_AXES = {
     "epochs": "epochs",
@@ -91,12 +90,10 @@ def group_curves(group: RunGroup, metric: str, x_axis: str = "epochs") -> GroupC
 
 def run_curve(run: ComparedRun, metric: str, x_axis: str = "epochs") -> Curve:
     """Return the curve of one run; empty if it has no finite value, or does not record what the axis counts."""
-    if metric == REWARD:
-        points = list(enumerate(run.rewards))
-    elif metric == VALIDATION:
-        points = [(epoch, reward) for epoch, reward in run.validations]
+    if metric in (REWARD, VALIDATION):
+        points = list(enumerate(run.rewards)) if metric == REWARD else run.validations
     else:
-        points = _column(run.records.timings if metric == RATE else run.records.metrics, metric)
+        points = column(run.records.timings if metric == RATE else run.records.metrics, metric)
     if not any(math.isfinite(y) for _, y in points):
         return Curve((), ())
     places = _places(run, x_axis, max(epoch for epoch, _ in points))
@@ -109,15 +106,10 @@ def _places(run: ComparedRun, x_axis: str, last: int) -> list[float]:
     if x_axis == "epochs":
         return [float(epoch) for epoch in range(last + 1)]
     if x_axis == "seconds":
-        amounts = dict(_column(run.records.timings, "seconds"))
+        amounts = dict(column(run.records.timings, "seconds"))
     else:
-        amounts = dict(_column(run.records.metrics, "episodes" if x_axis == "episodes" else "trained_tokens"))
+        amounts = dict(column(run.records.metrics, "episodes" if x_axis == "episodes" else "trained_tokens"))
     return list(accumulate((amounts.get(epoch, math.nan) for epoch in range(last)), initial=0.0))
-
-
-def _column(rows: Sequence[Row], name: str) -> list[tuple[int, float]]:
-    known = {row["epoch"]: number(row, name) for row in rows if is_count(row.get("epoch"))}
-    return sorted(known.items())
 
 
 def _align_curves(curves: Sequence[Curve]) -> tuple[list[float], np.ndarray]:

@@ -1,6 +1,6 @@
 """The distribution of a run's rewards over its epochs, and the rewards of each example."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
@@ -64,25 +64,21 @@ def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]
         low, width = finite[0], (finite[-1] - finite[0]) / MAX_VALUES
         names = [f"{number(low + row * width, 3)} to {number(low + (row + 1) * width, 3)}" for row in range(MAX_VALUES)]
         row_of = {value: min(int((value - low) / width), MAX_VALUES - 1) for value in finite}
-    has_none = any(value is None for column in rewards for value in column)
-    counts = [[0] * len(columns) for _ in range(len(names) + has_none)]
-    for place, column in enumerate(rewards):
-        for value in column:
-            counts[row_of[value] if is_finite(value) else -1][place] += 1
+    tallies = [Counter(row_of[value] if is_finite(value) else -1 for value in column) for column in rewards]
     # From the highest reward down; below them the episodes whose reward is not usable.
-    names, counts = [*names[::-1], *["none"] * has_none], [*counts[: len(names)][::-1], *counts[len(names) :]]
-    totals = [max(len(column), 1) for column in rewards]
-    cells = [[count / total or None for count, total in zip(row, totals, strict=True)] for row in counts]
+    rows = [*range(len(names))[::-1], *[-1] * any(-1 in tally for tally in tallies)]
+    names.append("none")
+    cells = [[tally[row] / max(tally.total(), 1) or None for tally in tallies] for row in rows]
     words = [
         [
-            f"{_name(epochs)}\nreward {name}: {count:,} of {total:,} episodes, {count / total:.0%}"
-            for count, total, epochs in zip(row, totals, columns, strict=True)
+            f"{_name(epochs)}\nreward {names[row]}: {tally[row]:,} of {tally.total():,} episodes, {share or 0:.0%}"
+            for tally, epochs, share in zip(tallies, columns, shares, strict=True)
         ]
-        for name, row in zip(names, counts, strict=True)
+        for row, shares in zip(rows, cells, strict=True)
     ]
     return heat_map(
         "Share of the episodes by reward",
-        names,
+        [names[row] for row in rows],
         [str(epochs[0]) for epochs in columns],
         cells,
         words,
