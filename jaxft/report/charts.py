@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 
 from markupsafe import Markup
 
-from jaxft.report.pages import ENVIRONMENT, number
+from jaxft.report.pages import ENVIRONMENT, number, shortened
 
 Value = float | None
 """A number; None, NaN and infinities leave a gap."""
@@ -235,18 +235,6 @@ def bucket(value: float, value_range: tuple[float, float]) -> int:
     low, high = value_range
     share = (value - low) / (high - low) if high != low else 0.5
     return min(max(int(share * SHADES), 0), SHADES - 1)
-
-
-def shortened(words: str, length: int) -> str:
-    """Return a text of at most `length` characters, its middle left out if it is longer.
-
-    >>> shortened("addition-of-three-numbers", 12)
-    'additi…mbers'
-    """
-    if len(words) <= length:
-        return words
-    kept = max(length - 1, 2)
-    return f"{words[: kept - kept // 2]}…{words[len(words) - kept // 2 :]}"
 
 
 def is_finite(value: object) -> TypeGuard[float]:

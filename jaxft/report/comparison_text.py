@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from jaxft.report.comparison import Comparison, MeanEstimate
 from jaxft.report.intervals import RESAMPLES, Interval
-from jaxft.report.pages import number
+from jaxft.report.pages import number, shortened
 
 MAX_CELL = 44
 """Longest cell of a table; a longer one is cut."""
@@ -124,7 +124,7 @@ def seeds(values: Iterable[int | None]) -> str:
 
 def aligned(rows: Sequence[Sequence[str]], width: int) -> str:
     """Return rows as aligned columns; those that do not fit the width follow below, beside the first column again."""
-    cut = [[_shorten_words(cell) for cell in row] for row in rows]
+    cut = [[shortened(cell.replace("\n", " "), MAX_CELL) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in cut) for column in range(len(cut[0]))]
     blocks, columns = [], [0]
     for column in range(1, len(widths)):
@@ -138,12 +138,6 @@ def aligned(rows: Sequence[Sequence[str]], width: int) -> str:
         "\n".join("  ".join(row[each].ljust(widths[each]) for each in block).rstrip() for row in cut)
         for block in blocks
     )
-
-
-def _shorten_words(words: str) -> str:
-    words = words.replace("\n", " ")
-    half = MAX_CELL // 2
-    return words if len(words) <= 2 * half else f"{words[: half - 1]}…{words[-half:]}"
 
 
 def _list_lines(lines: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from jaxft.report.charts import bucket, shortened
+from jaxft.report.charts import bucket
 from jaxft.report.pages import number, render, visible
 from jaxft.report.samples import EpisodePlace, first_question, read_episodes, spread
 from jaxft.runs import PAIRS_FILE, Row, unreadable
@@ -218,15 +218,14 @@ def episode_html(row: Row, key: str, scales: Scales) -> tuple[str, Entry]:
         first = report.splitlines()[0] if report else ""
         example = first.split("'")[1] if first.startswith("example '") and first.count("'") > 1 else "–"
         entry, marks, preview = Entry(row.get("epoch"), example, None, 0, FAILED), [("failed", "error")], first
-        about: dict[str, Any] = {"failure": report, "where": "", "size": "", "question": ""}
+        about: dict[str, Any] = {"failure": report, "question": ""}
     else:
         entry, marks, preview, about = _episode(row, scales)
     html = render(
         "episode.html",
         key=key,
-        reward=entry.reward,
-        when="pair" if entry.epoch is None else f"epoch {entry.epoch}",
-        short_example=shortened(entry.example, 40),
+        entry=entry,
+        row=row,
         marks=marks,
         preview=" ".join(preview[: 4 * PREVIEW].split())[:PREVIEW],
         **about,
@@ -256,8 +255,6 @@ def _episode(row: Row, scales: Scales) -> tuple[Entry, list[tuple[str, str]], st
     last = items[0]["chosen_response"] if is_pair else next((i["content"] for i in reversed(items) if i["content"]), "")
     about = {
         "failure": None,
-        "where": f"generation {row['generation']}" if row.get("generation") is not None else "",
-        "size": f"{entry.num_tokens:,} tokens",
         "question": first_question(items)[:PREVIEW],
         "facts": _facts(row, metadata),
         "error": str(error) if error else None,

@@ -139,6 +139,18 @@ def byte_count(count: float) -> str:
     return f"{count / 1024**power:.3g} {units[power]}"
 
 
+def shortened(words: str, length: int) -> str:
+    """Return a text of at most `length` characters, its middle left out if it is longer.
+
+    >>> shortened("addition-of-three-numbers", 12)
+    'additi…mbers'
+    """
+    if len(words) <= length:
+        return words
+    kept = max(length - 1, 2)
+    return f"{words[: kept - kept // 2]}…{words[len(words) - kept // 2 :]}"
+
+
 def setting(value: Any) -> str:
     """Return a value of a configuration nearly as YAML has it."""
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
@@ -152,4 +164,5 @@ ENVIRONMENT = Environment(
     undefined=StrictUndefined,
     cache_size=-1,
 )
-ENVIRONMENT.filters |= {"number": number, "visible": visible, "setting": setting, "px": "{:.1f}".format}
+ENVIRONMENT.filters |= {each.__name__: each for each in (number, visible, setting, shortened)}
+ENVIRONMENT.filters["px"] = "{:.1f}".format

@@ -7,9 +7,9 @@ from typing import Any
 
 from markupsafe import Markup
 
-from jaxft.report.charts import Value, heat_map, is_finite, mean, shortened
+from jaxft.report.charts import Value, heat_map, is_finite, mean
 from jaxft.report.curves import MAX_EXAMPLES, MAX_QUESTION
-from jaxft.report.pages import number
+from jaxft.report.pages import number, shortened
 from jaxft.report.samples import EpisodePlace, questions
 from jaxft.runs import RunRecords
 

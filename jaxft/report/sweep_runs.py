@@ -207,7 +207,6 @@ def _passed_on(arguments: Sequence[str]) -> list[str]:
 def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[list[str], list[Checked]]:
     """Load the configuration of every run, and return all faults, with the runs that have them, or else the runs."""
     names: dict[str, list[str]] = {}
-    by_text: dict[str, list[tuple[str, Config]]] = {}
     checked = []
     for name, settings in runs:
         try:
@@ -217,13 +216,6 @@ def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[lis
                 names.setdefault(fault, []).append(name)
             continue
         checked.append((config.finetuning.output_dir, config.finetuning.num_epochs, _changes(config)))
-        alike = config.model_copy(update={"finetuning": config.finetuning.model_copy(update={"output_dir": Path()})})
-        # The text is fast to find, but secrets are masked in it.
-        same = by_text.setdefault(harness.resolved_yaml(alike), [])
-        twins = [other for other, before in same if before == alike]
-        if twins:
-            names.setdefault("runs have the same configuration: remove all but one", twins[:1]).append(name)
-        same.append((name, alike))
     faults = [fault if len(having) == len(runs) else f"{fault} ({listed(having)})" for fault, having in names.items()]
     shared = [path for path, count in Counter(str(directory) for directory, *_ in checked).items() if count > 1]
     several = [f"{harness.OUTPUT_DIR}: several runs have the directory '{path}'" for path in shared]

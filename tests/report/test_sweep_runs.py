@@ -206,7 +206,6 @@ def test_runs_of_a_list_may_name_their_directories(sweep, tmp_path):
             ["num_epochs=0,lm=a; num_epochs=0,lm=b", "(num_epochs=x,", "workflow.lm: no such field"],
         ),
         (["--list", "nowhere.yml"], ["nowhere.yml: cannot be read"]),
-        (["--set", "finetuning.num_epochs=5,0x5,6"], ["same configuration", "num_epochs=5; num_epochs=0x5"]),
         (["--config-file", "nowhere.yml", "--seeds", "2"], ["nowhere.yml: cannot be read"]),
         (["--seeds", "2", "--set", "finetuning.output_dir=runs/{sed}"], ["finetuning.output_dir: '{sed}' is no field"]),
     ],
