@@ -12,40 +12,23 @@ WATCH_SECONDS = 10
 def report_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jaxft report`."""
     parser.add_argument("folder", type=home_path, help="the run directory")
-    parser.add_argument(
-        "--output", type=home_path, metavar="FILE", help="the file to write (default: report.html of the run)"
-    )
-    parser.add_argument(
-        "--max-episodes",
-        type=whole_number,
-        default=MAX_EPISODES,
-        metavar="N",
-        help="episodes to show; of more, alike many of each epoch and over all rewards (default %(default)s)",
-    )
-    parser.add_argument(
-        "--watch",
-        type=whole_number,
-        nargs="?",
-        const=WATCH_SECONDS,
-        metavar="SECONDS",
-        help=f"write it again and again until the run ends (default: every {WATCH_SECONDS} seconds)",
-    )
+    output = "the file to write (default: report.html of the run)"
+    parser.add_argument("--output", type=home_path, metavar="FILE", help=output)
+    shown = "episodes to show; of more, alike many of each epoch and over all rewards (default %(default)s)"
+    parser.add_argument("--max-episodes", type=whole_number, default=MAX_EPISODES, metavar="N", help=shown)
+    watch = f"write it again and again until the run ends (default: every {WATCH_SECONDS} seconds)"
+    parser.add_argument("--watch", type=whole_number, nargs="?", const=WATCH_SECONDS, metavar="SECONDS", help=watch)
 
 
 def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jaxft compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or quoted globs as in 'runs/sweep/*'")
     parser.add_argument("--output", type=home_path, metavar="DIR", help="folder of the files (default: as above)")
-    parser.add_argument(
-        "--x", choices=("epochs", "episodes", "seconds", "tokens"), default="epochs",
-        help="what curves are drawn over (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--last-epochs",
-        type=whole_number,
-        metavar="K",
-        help="the final reward is the mean of the last K epochs (default: a tenth of the shortest run, 3 to 25)",
-    )
+    axes = ("epochs", "episodes", "seconds", "tokens")
+    drawn = "what curves are drawn over (default %(default)s)"
+    parser.add_argument("--x", choices=axes, default="epochs", help=drawn)
+    final = "the final reward is the mean of the last K epochs (default: a tenth of the shortest run, 3 to 25)"
+    parser.add_argument("--last-epochs", type=whole_number, metavar="K", help=final)
 
 
 REPORT = Verb(

@@ -5,6 +5,7 @@ Files that jaxft did not write are never replaced: the JSON file of an earlier c
 
 import argparse
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -154,13 +155,9 @@ def drawn_groups(comparison: Comparison) -> tuple[RunGroup, ...]:
     if len(comparison.groups) <= len(COLORS):
         return comparison.groups
     rewards = comparison.figures.get("final_reward", (None,) * len(comparison.groups))
-
-    def rank(group: RunGroup) -> float:
-        reward = rewards[comparison.groups.index(group)]
-        return float("-inf") if reward is None else reward.mean
-
-    best = sorted(comparison.groups, key=rank, reverse=True)[: len(COLORS)]
-    return tuple(group for group in comparison.groups if group in best)
+    means = [-math.inf if reward is None else reward.mean for reward in rewards]
+    best = sorted(range(len(means)), key=means.__getitem__, reverse=True)[: len(COLORS)]
+    return tuple(comparison.groups[at] for at in sorted(best))
 
 
 def curves_note(comparison: Comparison) -> str:

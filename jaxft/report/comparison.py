@@ -13,20 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxft.errors import RunDirectoryError
+from jaxft.report import intervals
 from jaxft.report.compared_runs import COMPARISON_KIND, ComparedRun, LeftOut, default_last_epochs, find_runs
 from jaxft.report.comparison_curves import REWARD, group_curves
-from jaxft.report.intervals import (
-    CURVE_RESAMPLES,
-    LEVEL,
-    MIN_SEEDS_OF_IQM,
-    RESAMPLES,
-    Interval,
-    interquartile_mean,
-    interquartile_mean_interval,
-    mean_interval,
-    probability_interval,
-    probability_of_improvement,
-)
 from jaxft.report.run_groups import Difference, RunGroup, group_runs
 
 MAX_PAIRED_GROUPS = 8
@@ -44,15 +33,15 @@ class MeanEstimate:
         values: the figure of each finished run that has it, by ascending seed.
         mean: their mean.
         interval: bootstrap interval of the mean; None for one run.
-        iqm: their interquartile mean; None for fewer than `MIN_SEEDS_OF_IQM` runs.
+        iqm: their interquartile mean; None for fewer than `intervals.MIN_SEEDS_OF_IQM` runs.
         iqm_interval: its bootstrap interval.
     """
 
     values: tuple[float, ...]
     mean: float
-    interval: Interval | None
+    interval: intervals.Interval | None
     iqm: float | None
-    iqm_interval: Interval | None
+    iqm_interval: intervals.Interval | None
 
 
 @dataclass(frozen=True)
@@ -62,7 +51,7 @@ class Improvement:
     group: str
     other: str
     probability: float
-    interval: Interval | None
+    interval: intervals.Interval | None
 
 
 @dataclass(frozen=True)
@@ -137,9 +126,9 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "kind": COMPARISON_KIND,
         "format_version": 1,
-        "level": LEVEL,
-        "resamples": RESAMPLES,
-        "curve_resamples": CURVE_RESAMPLES,
+        "level": intervals.LEVEL,
+        "resamples": intervals.RESAMPLES,
+        "curve_resamples": intervals.CURVE_RESAMPLES,
         **asdict(replace(comparison, groups=())),
         "groups": [
             {"name": group.name, "runs": [_run_json(run, comparison.last_epochs) for run in group.runs]}
@@ -165,9 +154,9 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     return MeanEstimate(
         values=tuple(values),
         mean=math.fsum(values) / len(values),
-        interval=mean_interval(values),
-        iqm=interquartile_mean(values) if len(values) >= MIN_SEEDS_OF_IQM else None,
-        iqm_interval=interquartile_mean_interval(values),
+        interval=intervals.mean_interval(values),
+        iqm=intervals.interquartile_mean(values) if len(values) >= intervals.MIN_SEEDS_OF_IQM else None,
+        iqm_interval=intervals.interquartile_mean_interval(values),
     )
 
 
@@ -207,8 +196,10 @@ def _improvements(groups: Sequence[RunGroup], rewards: Sequence[MeanEstimate | N
     for (name, first), (other, second) in pairs:
         # With one run each the probability is 0 or 1, and says nothing.
         if len(first.values) + len(second.values) > 2:
-            probability = probability_of_improvement(first.values, second.values)
-            found.append(Improvement(name, other, probability, probability_interval(first.values, second.values)))
+            probability = intervals.probability_of_improvement(first.values, second.values)
+            found.append(
+                Improvement(name, other, probability, intervals.probability_interval(first.values, second.values))
+            )
     return tuple(found)
 
 

@@ -200,28 +200,15 @@ def _name(overrides: Overrides, keys: dict[str, str]) -> str:
 
 def sweep_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a sweep."""
-    group = parser.add_argument_group(
-        "several runs",
-        "Make one run for each combination of seeds and of values that are separated by commas in --set.",
-    )
-    group.add_argument(
-        "--seeds",
-        type=parse_seeds,
-        default=(),
-        metavar="N",
-        help="this many seeds from finetuning.seed on; or a list, as in 0,5,7",
-    )
-    group.add_argument(
-        "--jobs", type=whole_number, metavar="N", help="runs at once, which divide the machine (default 1)"
-    )
-    group.add_argument("--list", type=home_path, metavar="FILE", help="YAML: a list with overrides for each run")
-    group.add_argument(
-        "--sweep-dir",
-        type=home_path,
-        metavar="FOLDER",
-        help="folder of the runs and their comparison (default: finetuning.output_dir with _sweep at its end)",
-    )
-    group.add_argument("--dry-run", action="store_true", help="check all configurations and list the runs; run none")
+    description = "Make one run for each combination of seeds and of values that are separated by commas in --set."
+    add = parser.add_argument_group("several runs", description).add_argument
+    seeds = "this many seeds from finetuning.seed on; or a list, as in 0,5,7"
+    add("--seeds", type=parse_seeds, default=(), metavar="N", help=seeds)
+    add("--jobs", type=whole_number, metavar="N", help="runs at once, which divide the machine (default 1)")
+    add("--list", type=home_path, metavar="FILE", help="YAML: a list with overrides for each run")
+    folder = "folder of the runs and their comparison (default: finetuning.output_dir with _sweep at its end)"
+    add("--sweep-dir", type=home_path, metavar="FOLDER", help=folder)
+    add("--dry-run", action="store_true", help="check all configurations and list the runs; run none")
 
 
 def is_sweep(parsed: argparse.Namespace) -> bool:

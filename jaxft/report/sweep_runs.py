@@ -111,11 +111,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         return 0
     words = ["jaxft", "sweep"] if "verb" in parsed else ["python", *_script_words()]
     command = shlex.join(masked_command([*words, *(word for word in given if word != "--overwrite")]))
-    return harness.run_main(
-        lambda: execute(folder, runs, shares, command),
-        log_level=parsed.log_level,
-        computes=False,
-    )
+    return harness.run_main(lambda: execute(folder, runs, shares, command), log_level=parsed.log_level, computes=False)
 
 
 def _script_words() -> list[str]:

@@ -23,14 +23,7 @@ from jaxft.rollout import episode_of_token, find_episode, is_episode_token, reco
 from jaxft.serving.completions import CHAT_COMPLETIONS
 from jaxft.serving.openapi import DIALECTS, openapi_schema
 from jaxft.serving.schemas import APIRequest, Dialect, as_refusal, read_request
-from jaxft.serving.wire import (
-    MAX_BODY_BYTES,
-    APIError,
-    EventWriter,
-    encode,
-    openai_error,
-    parse_body,
-)
+from jaxft.serving.wire import MAX_BODY_BYTES, APIError, EventWriter, encode, openai_error, parse_body
 
 T = TypeVar("T")
 
@@ -152,12 +145,11 @@ def request_keys(scope: Scope) -> list[bytes]:
 def _episode(token: str) -> Episode:
     episode = episode_of_token(token)
     if episode is None:
-        raise APIError(
+        told = (
             "the base URL or key is that of no episode that runs here: take base_url or api_key of jaxft.episode() "
-            "inside the workflow",
-            status=401,
-            code="invalid_api_key",
+            "inside the workflow"
         )
+        raise APIError(told, status=401, code="invalid_api_key")
     return episode
 
 
@@ -210,12 +202,8 @@ def _no_such_path(request: Request, error: Exception) -> Response:
 
 def _find(llms: Mapping[str, LanguageModel], name: str) -> LanguageModel:
     if name not in llms:
-        raise APIError(
-            f"there is no model {name[:100]!r}{did_you_mean(name, llms, what='models')}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
+        told = f"there is no model {name[:100]!r}{did_you_mean(name, llms, what='models')}"
+        raise APIError(told, status=404, param="model", code="model_not_found")
     return llms[name]
 
 
