@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from markupsafe import Markup
 
 from jaxft.report.charts import bucket
-from jaxft.report.pages import number, render, visible
+from jaxft.report.pages import render, visible
 from jaxft.report.samples import EpisodePlace, first_question, read_episodes, spread
 from jaxft.runs import PAIRS_FILE, Row, unreadable
 
@@ -158,11 +158,6 @@ def _pack_text(text: str) -> str:
 
 def browser(archive: Archive, kept_by: str) -> dict[str, Any]:
     """Return the values of the template `episodes.html`; `kept_by` says which episodes the run keeps."""
-    noun = "preference pairs" if archive.num_pairs == archive.num_found else "episodes"
-    shown = f"{archive.num_found:,} {noun}"
-    if archive.num_shown < archive.num_found:
-        thinned = "alike many of each epoch and over all rewards (more with --max-episodes)"
-        shown = f"{archive.num_shown:,} of {shown}, {thinned}"
     entries = [entry for block in archive.entries for entry in block]
     epochs, examples, rewards, tokens, flags = zip(*entries, strict=True) if entries else ((),) * len(Entry._fields)
     names = {name: at for at, name in enumerate(dict.fromkeys(examples))}
@@ -171,12 +166,10 @@ def browser(archive: Archive, kept_by: str) -> dict[str, Any]:
     index |= {"tokens": tokens, "flags": flags}
     known = (letter for letter in archive.scales if f" data-{letter}=" in archive.first_page)
     return {
-        "shown": shown,
+        "archive": archive,
         "kept_by": kept_by,
-        "scales": {letter: [number(value, 3) for value in archive.scales[letter]] for letter in known},
-        "first_page": archive.first_page,
+        "scales": {letter: archive.scales[letter] for letter in known},
         "index": _pack_text(json.dumps(index, separators=(",", ":"))),
-        "blocks": archive.blocks,
     }
 
 
@@ -256,26 +249,9 @@ def _episode(row: Row, scales: Scales) -> tuple[Entry, list[tuple[str, str]], st
     about = {
         "failure": None,
         "question": first_question(items)[:PREVIEW],
-        "facts": _facts(row, metadata),
-        "error": str(error) if error else None,
         "messages": list(_pair(items[0], turns, scales) if is_pair else _messages(items, turns, reasons, scales)),
     }
     return entry, marks, str(last), about
-
-
-def _facts(row: Row, metadata: Row) -> list[tuple[str, str]]:
-    """Return what is known of an episode beside its messages: named rewards and the evaluator's words."""
-    facts = [(name, number(value)) for name, value in (row.get("named_rewards") or {}).items()]
-    if metadata.get("score") is not None and metadata["score"] != row.get("reward"):
-        facts.append(("score", number(metadata["score"])))
-    if row.get("shaped_rewards"):
-        facts.append(("shaped rewards", ", ".join(map(number, row["shaped_rewards"][:50]))))
-    for name in ("chosen_score", "rejected_score", "turn_id"):
-        if metadata.get(name) is not None:
-            facts.append((name.replace("_", " "), number(metadata[name])))
-    if metadata.get("reasoning") not in (None, ""):
-        facts.append(("evaluator", str(metadata["reasoning"])[:20_000]))
-    return facts
 
 
 def _messages(items: Sequence[Row], turns: Sequence[Turn], reasons: Sequence[str], scales: Scales) -> Iterator[Row]:
