@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 from huggingface_hub import ModelCard
 
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
@@ -229,11 +228,11 @@ class LocalTrainerAdapter(TrainerAdapter):
             raise ValueError(f"job '{run_id}' has not ended; wait for it, or give this one another id")
         llm, template = self.adapter_config.llm, self.policy.template
         data, rewards = gather(trajectories, self.adapter_config.loss, llm, template, self._unusable)
-        if not self._has_warned and data.sampled.log_kept_mass.any():
-            self._has_warned, kept = True, np.exp(data.sampled.log_kept_mass).mean()
+        if not self._has_warned and data.sampled.is_biased.any():
+            self._has_warned = True
             self._warn(
-                f"warning: tokens were drawn with top-k, top-p or min-p, which kept {kept:.1%} of the mass on average; "
-                "what cannot be sampled cannot be unlearned: train without filters"
+                f"warning: {data.sampled.is_biased.mean():.1%} of tokens were drawn from a distribution that the loss "
+                "does not know: by a finite logit_bias, or by filters whose supports are not recorded; sample without"
             )
         status = TrainingJobStatus(run_id=run_id, backend=BACKEND, status=TrainingStatusEnum.PENDING, progress=0.0)
         job = self._jobs[run_id] = Job(status)

@@ -123,7 +123,9 @@ def as_batch(batch: Batch) -> Batch:
 
 
 def check_batch_shapes(batch: Batch) -> None:
-    """Raise unless every field has the shape of `batch.tokens`; `batch.advantages` may also be one per row.
+    """Raise unless every field has the shape of `batch.tokens`.
+
+    `batch.advantages` may also be one per row, and `batch.supports` have another axis of words behind.
 
     Raises:
         ValueError: a shape differs; the message names the field.
@@ -137,8 +139,9 @@ def check_batch_shapes(batch: Batch) -> None:
         raise ValueError(f"batch.tokens has shape {wanted}; wanted [B T]")
     for name, x in batch._asdict().items():
         is_per_row = name == "advantages" and x is not None and np.shape(x) == wanted[:1]
-        if x is not None and np.shape(x) != wanted and not is_per_row:
-            raise ValueError(f"batch.{name} has shape {np.shape(x)}; wanted that of tokens, {wanted}")
+        shape = np.shape(x)[:2] if name == "supports" else np.shape(x)
+        if x is not None and shape != wanted and not is_per_row:
+            raise ValueError(f"batch.{name} has shape {shape}; wanted that of tokens, {wanted}")
 
 
 def vocabulary_size(model: Model, params: Params) -> int:

@@ -2,7 +2,8 @@
 
 `generate` and the engine call it. How many steps there are, and whether any row filters, is static, so that the device
 decides nothing within a call and asks the host nothing.
-Letters: `R` rows, `C` columns of a page table, `N` steps, `S` stop ids.
+Letters: `R` rows, `C` columns of a page table, `N` steps, `S` stop ids, `M` masked rows, `V` vocabulary, `W` words of
+32 bits that hold `V` bits.
 """
 
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.sampling import Sampled, SamplingParams, sample
 from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform
@@ -48,13 +49,24 @@ class RowParams(NamedTuple):
     limits: Int[Array, "R"]
 
 
+class Masks(NamedTuple):
+    """Tokens that some rows may draw (`pack_bits`); a row number beyond the last is padding."""
+
+    rows: Int[Any, "M"]
+    allowed: UInt32[Any, "M W"]
+
+
 class SampledTokens(NamedTuple):
-    """Tokens sampled by one `decode`, left-aligned; the first `counts` of each row are real."""
+    """Tokens sampled by one `decode`, left-aligned; the first `counts` of each row are real.
+
+    `supports` are those of `Sampled`; None unless asked for.
+    """
 
     tokens: Int[Any, "R N"]
     sampler_logprobs: Float[Any, "R N"]
     behavior_logprobs: Float[Any, "R N"]
     counts: Int[Any, "R"]
+    supports: UInt32[Any, "R N W"] | None = None
 
 
 def decode(
@@ -67,6 +79,7 @@ def decode(
     num_steps: int,
     *,
     is_filtered: bool = True,
+    has_supports: bool = False,
 ) -> tuple[Cache, DecodeState, SampledTokens]:
     """Sample `num_steps` tokens for every active row, fewer where a row ends before.
 
@@ -84,6 +97,7 @@ def decode(
         num_steps: number of steps.
         is_filtered: False if no row has top-k, top-p, min-p or a logit bias, to spend no time on them; the results are
             the same.
+        has_supports: True to return the supports of filtered rows.
 
     >>> import jaxft
     >>> from jaxft.core.cache import init_cache
@@ -99,8 +113,16 @@ def decode(
     [[2 3 0]] [2] [False]
     """
     shape = state.tokens.shape[0], num_steps
+    supports = None
+    if has_supports and is_filtered:
+        logits = jax.eval_shape(partial(next_logits, model), params, cache, tables, state)[1]
+        supports = jnp.zeros((*shape, -(-logits.shape[1] // 32)), jnp.uint32)
     sampled = SampledTokens(
-        jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape[0], jnp.int32)
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape),
+        jnp.zeros(shape),
+        jnp.zeros(shape[0], jnp.int32),
+        supports,
     )
 
     def advance(
@@ -108,41 +130,82 @@ def decode(
     ) -> tuple[Cache, DecodeState, SampledTokens]:
         cache, state, sampled = carry
         active = state.active
-        positions = jnp.where(active, state.positions, -1)  # nothing is written or read for a row that has ended
-        hidden, cache = model.apply(params, state.tokens[:, None], positions[:, None], cache=cache, tables=tables)
-        following = state.positions + 1
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
-        logits = model.unembed(params, hidden[:, 0])
-        drawn = _sample(model.sharding, is_filtered, logits, keys, rows.sampling)
-
-        ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
+        cache, logits = next_logits(model, params, cache, tables, state)
+        state, drawn = draw(model, logits, state, rows, is_filtered=is_filtered, has_supports=has_supports)
+        supports = sampled.supports
         sampled = SampledTokens(
             sampled.tokens.at[:, step].set(jnp.where(active, drawn.tokens, 0)),
             sampled.sampler_logprobs.at[:, step].set(jnp.where(active, drawn.sampler_logprobs, 0.0)),
             sampled.behavior_logprobs.at[:, step].set(jnp.where(active, drawn.behavior_logprobs, 0.0)),
             sampled.counts + active,
-        )
-        state = DecodeState(
-            jnp.where(active, drawn.tokens, state.tokens),
-            jnp.where(active, following, state.positions),
-            active & ~ended,
+            None if supports is None or drawn.supports is None else supports.at[:, step].set(drawn.supports),
         )
         return cache, state, sampled
 
     return jax.lax.fori_loop(0, num_steps, advance, (cache, state, sampled))
 
 
+def next_logits(
+    model: Model, params: Params, cache: Cache, tables: Int[Any, "R C"], state: DecodeState
+) -> tuple[Cache, Float[Array, "R V"]]:
+    """Write the last token of every active row to its pages; return the pages, and the logits of the next token."""
+    positions = jnp.where(state.active, state.positions, -1)  # nothing is written or read for a row that has ended
+    hidden, cache = model.apply(params, state.tokens[:, None], positions[:, None], cache=cache, tables=tables)
+    return cache, model.unembed(params, hidden[:, 0])
+
+
+def draw(
+    model: Model,
+    logits: Float[Array, "R V"],
+    state: DecodeState,
+    rows: RowParams,
+    *,
+    is_filtered: bool,
+    has_supports: bool,
+    masks: Masks | None = None,
+) -> tuple[DecodeState, Sampled]:
+    """Draw the next token of every row from its logits; return where each row stands then, and the tokens.
+
+    Masked rows are drawn once more, apart from the others, whose tokens thus have the bits that they have without.
+    """
+    following = state.positions + 1
+    keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
+    sample_rows = partial(_sample, model.sharding, is_filtered, has_supports)
+    drawn = sample_rows(logits, keys, rows.sampling, None)
+    if masks is not None:
+        taken, at, params = jax.tree.map(lambda x: x.at[masks.rows].get(mode="clip"), (logits, keys, rows.sampling))
+        masked = sample_rows(taken, at, params, masks.allowed)
+        if drawn.supports is None and masked.supports is not None:
+            drawn = drawn._replace(supports=jnp.zeros((len(logits), masked.supports.shape[1]), jnp.uint32))
+        drawn = jax.tree.map(lambda old, new: old.at[masks.rows].set(new, mode="drop"), drawn, masked)
+    ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
+    active = state.active
+    state = DecodeState(
+        jnp.where(active, drawn.tokens, state.tokens),
+        jnp.where(active, following, state.positions),
+        active & ~ended,
+    )
+    return state, drawn
+
+
 def _sample(
-    sharding: Sharding | None, is_filtered: bool, logits: Float[Array, "R V"], keys: Any, params: SamplingParams
+    sharding: Sharding | None,
+    is_filtered: bool,
+    has_supports: bool,
+    logits: Float[Array, "R V"],
+    keys: Any,
+    params: SamplingParams,
+    allowed: UInt32[Array, "R W"] | None,
 ) -> Sampled:
     """Return `sample`; on a mesh devices divide the vocabulary, or the rows if these filter or it does not divide."""
-    draw = partial(sample, is_filtered=is_filtered, in_halves=compute_platform(sharding) == "cpu")
+    in_halves = compute_platform(sharding) == "cpu"
+    draw = partial(sample, is_filtered=is_filtered, in_halves=in_halves, has_supports=has_supports, allowed=allowed)
     if sharding is None:
         return draw(logits, keys, params)
     shards = sharding.mesh.shape["tensor"]
     if shards == 1 or logits.shape[1] % shards:
         return draw(sharding.constrain_spread(logits), keys, params)
-    if is_filtered:
+    if is_filtered or allowed is not None:
         return draw(sharding.constrain_spread(logits), keys, params, shards=shards)
     of_rows = PartitionSpec(ROW_AXES)
     return jax.shard_map(

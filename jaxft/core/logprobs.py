@@ -1,7 +1,7 @@
 """Log-probability and entropy of given tokens, computed in chunks, so that all logits never exist at once.
 
 The one-step shift between logits and tokens happens here, in `token_logprobs`, and nowhere else.
-Letters: `B` rows, `T` tokens, `N` tokens of one chunk, `V` vocabulary.
+Letters: `B` rows, `T` tokens, `N` tokens of one chunk, `V` vocabulary, `W` words of 32 bits that hold `V` bits.
 """
 
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.divergence import MIN_LOGPROB, Teacher, divergence
@@ -36,6 +36,24 @@ def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]
     [0.5 1.  1. ]
     """
     return jnp.where((temperature > 0) & (temperature < jnp.inf), temperature, 1.0)
+
+
+def pack_bits(support: Bool[Array, "*N V"]) -> UInt32[Array, "*N W"]:
+    """Pack one bit for each token of the vocabulary into words; token `i` is bit `i % 32` of word `i // 32`.
+
+    >>> print(pack_bits(jnp.array([True, False, True])), unpack_support(pack_bits(jnp.array([True, False, True])), 3))
+    [5] [ True False  True]
+    """
+    spread = jnp.pad(support, [(0, 0)] * (support.ndim - 1) + [(0, -support.shape[-1] % 32)])
+    words = spread.reshape(*support.shape[:-1], -1, 32).astype(jnp.uint32)
+    return (words << jnp.arange(32, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
+
+
+def unpack_support(words: UInt32[Array, "*N W"], vocabulary: int) -> Bool[Array, "*N V"]:
+    """Return True for the tokens of each packed support; words that are all 0 stand for the whole vocabulary."""
+    bits = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    is_whole = (words == 0).all(axis=-1, keepdims=True)
+    return (bits.reshape(*words.shape[:-1], -1)[..., :vocabulary] == 1) | is_whole
 
 
 def logits_logprobs(
@@ -135,6 +153,7 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
+    supports: UInt32[Array, "B T W"] | None = None,
 ) -> Scored:
     """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
@@ -153,6 +172,8 @@ def token_logprobs(
         teacher: model and kind of a divergence from it, which is computed in the same chunks; None for none. Its
             distribution is taken at the same temperature, and gets no gradient.
         teacher_params: parameters of `teacher`.
+        supports: tokens that each token could be drawn from (`pack_bits`; 0 for the whole vocabulary), over which
+            probabilities and entropy are taken. The divergence from a teacher is over the whole vocabulary.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -185,8 +206,9 @@ def token_logprobs(
         teacher_params = jax.lax.stop_gradient(teacher_params)
         its_hidden, _ = teacher.model.apply(teacher_params, tokens, positions, segment_ids=segment_ids)
         scored.append(jax.lax.stop_gradient(its_hidden[:, :-1]))
+    within = None if supports is None else supports[:, 1:]
     logprobs, entropy, *distances = _score(
-        model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *scored
+        model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, within, *scored
     )
     next_values = None
     if value_head is not None:
@@ -272,6 +294,7 @@ def _score(
     chunk_tokens: int | None,
     params: Params,
     teacher_params: Params | None,
+    supports: UInt32[Array, "B S W"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     temperature: Float[Array, "B S"],
@@ -296,12 +319,12 @@ def _score(
     if model.head is not same_params and (sharding is not None or hidden.dtype.itemsize < 4):
         head, hidden = _exchange_together(model.head(params), hidden)
     heads = (head, None if teacher is None or teacher_params is None else teacher.model.head(teacher_params))
-    given = hidden, tokens, temperature, *teacher_hidden
+    given: tuple[Any, ...] = supports, hidden, tokens, temperature, *teacher_hidden
     if sharding is None:
         return _score_in_chunks(model, teacher, entropy_gradient, chunk_tokens, heads, *given)
     length = tokens.shape[1]
     added = -length % sharding.mesh.shape["tensor"]
-    rows = [jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]) for x in given]
+    rows = jax.tree.map(lambda x: jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]), list(given))
     compute = partial(_score_in_chunks, model, teacher, entropy_gradient, -(-chunk_tokens // sharding.devices))
     scores = sharding.map_shards(compute, heads, rows, ROW_AXES, "tensor")
     return jax.tree.map(lambda x: x[:, :length], scores)
@@ -313,6 +336,7 @@ def _score_in_chunks(
     entropy_gradient: bool,
     chunk_tokens: int,
     heads: tuple[Params, Params | None],
+    supports: UInt32[Array, "B S W"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     temperature: Float[Array, "B S"],
@@ -324,6 +348,7 @@ def _score_in_chunks(
 
     def score(
         sums: Params,
+        supports: UInt32[Array, "C W"] | None,
         hidden: Float[Array, "C D"],
         tokens: Int[Array, "C"],
         temperature: Float[Array, "C"],
@@ -331,7 +356,8 @@ def _score_in_chunks(
     ) -> tuple[Float[Array, "C"], ...]:
         head = jax.tree.map(_add_gradient_to, sums, params)
         logits = model.unembed(head, hidden)
-        logprobs, entropy = logits_logprobs(logits, tokens, temperature)
+        within = logits if supports is None else jnp.where(unpack_support(supports, logits.shape[1]), logits, -jnp.inf)
+        logprobs, entropy = logits_logprobs(within, tokens, temperature)
         scores = logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
         if teacher is None:
             return scores
@@ -353,9 +379,9 @@ def _score_in_chunks(
     def join(x: Float[Array, "..."]) -> Float[Array, "B S"]:
         return x.reshape(-1)[:total].reshape(tokens.shape)
 
-    inputs = tuple(map(split, (hidden, tokens, temperature, *teacher_hidden)))
+    inputs = jax.tree.map(split, (supports, hidden, tokens, temperature, *teacher_hidden))
     if chunks == 1:
-        scores = rematerialized(sums, *(x[0] for x in inputs))
+        scores = rematerialized(sums, *jax.tree.map(lambda x: x[0], inputs))
     else:
         scores = jax.lax.map(lambda chunk: rematerialized(sums, *chunk), inputs)
     return tuple(map(join, scores))

@@ -354,4 +354,5 @@ def score_batch(
         entropy_gradient=entropy_gradient,
         teacher=teacher,
         teacher_params=teacher_params,
+        supports=batch.supports,
     )

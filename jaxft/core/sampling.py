@@ -3,7 +3,7 @@
 All parameters are arrays with one entry per row, so that new values compile nothing. Each row has its own key, so
 that its token depends on its own logits, parameters and key only. Nothing is sorted, and no loop or branch depends on
 values: sampling asks the host for nothing. Letters: `R` rows, `V` vocabulary, `N` biased tokens, `B` blocks of the
-vocabulary, `K` tokens of one block.
+vocabulary, `K` tokens of one block, `W` words of 32 bits that hold `V` bits.
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped, UInt
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt, UInt32
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.core.logprobs import scaling_temperature
+from jaxft.core.logprobs import pack_bits, scaling_temperature, unpack_support
 from jaxft.core.reductions import invariant_sum, rounded, rounded_exp
 
 COLDEST = 1e-6
@@ -61,12 +61,15 @@ class Sampled(NamedTuple):
     """One token per row, with its log-probability under two distributions.
 
     `sampler_logprobs` are over the whole vocabulary at the row's temperature (at 1 when greedy). `behavior_logprobs`
-    are under the distribution that the token was drawn from, which top-k, top-p, min-p and logit bias change.
+    are under the distribution that the token was drawn from, which filters, logit bias and a grammar change.
+    `supports` are the tokens that have a probability there (`pack_bits`), 0 for rows that nothing changes; None unless
+    asked for.
     """
 
     tokens: Int[Array, "R"]
     sampler_logprobs: Float[Array, "R"]
     behavior_logprobs: Float[Array, "R"]
+    supports: UInt32[Array, "R W"] | None = None
 
 
 def sampling_params(
@@ -144,6 +147,8 @@ def sample(
     in_halves: bool = True,
     shards: int = 1,
     axis: str | None = None,
+    allowed: UInt32[Array, "R W"] | None = None,
+    has_supports: bool = False,
 ) -> Sampled:
     """Draw a token for each row from its filtered distribution, with its own key (`[R]` PRNG keys).
 
@@ -163,6 +168,9 @@ def sample(
             the same key draws another token; parts that are multiples of 128 tokens have those of the whole.
         axis: mesh axis that has these parts, inside `jax.shard_map`, where `logits` are the part of the device; results
             are the same on all. Only without filters.
+        allowed: tokens that each row may draw from (`pack_bits`), before any filter; greedy rows have log-probabilities
+            of both distributions then. None: all tokens.
+        has_supports: True to return `supports`, if rows are filtered or `allowed`.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
     >>> drawn = jax.jit(sample)(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
@@ -173,30 +181,36 @@ def sample(
     scaled = logits.astype(jnp.float32) / temperature  # [R V]
     block_softmax = partial(_block_softmax, in_halves=in_halves, shards=1 if axis else shards, axis=axis)
     full = drawn_from = block_softmax(scaled)
-    candidates = scaled
-    if is_filtered:
-        filtering = has_filters(params)[:, None]
-        candidates = jnp.where(filtering, _filtered_logits(scaled, params, in_halves=in_halves), scaled)
+    candidates, supports = scaled, None
+    is_changed = is_filtered or allowed is not None
+    if is_changed:
+        filtering = (has_filters(params) if allowed is None else jnp.ones_like(greedy))[:, None]
+        wanted = scaled if allowed is None else jnp.where(unpack_support(allowed, scaled.shape[1]), scaled, -jnp.inf)
+        filtered = _filtered_logits(wanted, params, in_halves=in_halves) if is_filtered else wanted
+        candidates = jnp.where(filtering, filtered, scaled)
         # Rows that filter nothing take the sums of the other variant, in whatever order the compiler adds here.
         drawn_from = jax.tree.map(partial(jnp.where, filtering), block_softmax(candidates), full)
+        if has_supports:
+            supports = jnp.where(filtering, pack_bits(candidates > -jnp.inf), jnp.uint32(0))
 
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
     block = jnp.where(greedy, first_largest(drawn_from.peaks), _inverse_cdf(drawn_from.masses, uniforms[:, 0]))
     if axis is None:
-        drawable, ids = _block_tokens(candidates if is_filtered else logits, block, shards)  # [R K]
+        drawable, ids = _block_tokens(candidates if is_changed else logits, block, shards)  # [R K]
     else:
         drawable, ids = _tokens_of_axis(logits, block, axis)
-    inside = drawable if is_filtered else drawable.astype(jnp.float32) / temperature
+    inside = drawable if is_changed else drawable.astype(jnp.float32) / temperature
     weights = rounded_exp(inside - drawn_from.peak)
     index = jnp.where(greedy, first_largest(inside), _inverse_cdf(weights, uniforms[:, 1]))
     tokens = _at(ids, index)
 
     # Divided once more, as XLA for CPU may round the quotients of a block in another way.
-    logit = _at(logits, tokens) if is_filtered else _at(drawable, index)
+    logit = _at(logits, tokens) if is_changed else _at(drawable, index)
     sampler_logprobs = full.logprobs(logit.astype(jnp.float32) / temperature[:, 0])
     behavior_logprobs = drawn_from.logprobs(_at(inside, index))
-    plain = greedy | ~has_filters(params)
-    return Sampled(tokens, sampler_logprobs, jnp.where(plain, sampler_logprobs, behavior_logprobs))
+    if allowed is None:
+        behavior_logprobs = jnp.where(greedy | ~has_filters(params), sampler_logprobs, behavior_logprobs)
+    return Sampled(tokens, sampler_logprobs, behavior_logprobs, supports)
 
 
 class _BlockSoftmax(NamedTuple):

@@ -1,13 +1,13 @@
 """Types shared by the pure functions: the model contract, a batch, and the results of scoring and sampling.
 
-Letters: `B` rows, `T` tokens, `V` vocabulary, `D` width of the hidden state.
+Letters: `B` rows, `T` tokens, `V` vocabulary, `W` words of 32 bits that hold `V` bits, `D` width of the hidden state.
 """
 
 import enum
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.sharding import Sharding
 
@@ -103,6 +103,7 @@ class Batch(NamedTuple):
     and have one id, which no other sequence of the row has.
     `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
     that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
+    `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     """
 
     tokens: Int[Array, "B T"]
@@ -118,6 +119,7 @@ class Batch(NamedTuple):
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
     trajectory_tokens: Float[Array, "B T"] | None = None
+    supports: UInt32[Array, "B T W"] | None = None
 
 
 class FinishReason(enum.IntEnum):

@@ -1,9 +1,14 @@
 """Records of the calls of language models: prompt, sampled completion, and the reply that the agent gets."""
 
+import base64
 import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt32
 
 from jaxft.rollout.messages import ToolCall, comparison_key, read_arguments
 
@@ -29,6 +34,20 @@ class Prompt(NamedTuple):
     is_retokenized: bool = False
 
 
+def encode_support(words: UInt32[np.ndarray, "W"]) -> str:
+    """Return a packed support as text; empty for the whole vocabulary, whose words are 0.
+
+    >>> decode_support(encode_support(np.array([5, 0], np.uint32))).tolist(), encode_support(np.zeros(2, np.uint32))
+    ([5, 0], '')
+    """
+    return base64.b64encode(zlib.compress(words.astype("<u4").tobytes(), 1)).decode() if words.any() else ""
+
+
+def decode_support(text: str) -> UInt32[np.ndarray, "W"]:
+    """Return the words of a support that is not the whole vocabulary."""
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<u4").astype(np.uint32)
+
+
 @dataclass
 class Completion:
     """Tokens sampled for a request, each with its log-probabilities; the engine appends to it until it has ended.
@@ -40,6 +59,8 @@ class Completion:
         policy_versions: version of the parameters that sampled each token.
         finish_reason: `stop` or `length`.
         top_logprobs: for each token, pairs of a token id and its log-probability, if the request asks for them.
+        supports: tokens that each token could be drawn from (`encode_support`); empty if the request neither filters
+            nor has a grammar.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -48,6 +69,7 @@ class Completion:
     policy_versions: list[int] = field(default_factory=list)
     finish_reason: str = "length"
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    supports: list[str] = field(default_factory=list)
 
     @property
     def policy_version(self) -> int:
@@ -57,7 +79,12 @@ class Completion:
     @property
     def per_token(self) -> tuple[list[Any], ...]:
         """The lists with one value per sampled token."""
-        return self.token_ids, self.sampler_logprobs, self.behavior_logprobs, self.policy_versions
+        return self.token_ids, self.sampler_logprobs, self.behavior_logprobs, self.policy_versions, self.supports
+
+    @property
+    def log_allowed_mass(self) -> list[float]:
+        """Log of the probability that the whole distribution gives to the support of each token, without logit bias."""
+        return [whole - drawn for whole, drawn in zip(self.sampler_logprobs, self.behavior_logprobs, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +259,7 @@ class RemoteCall:
 RECORD = "call"
 """Key of the record of a call in the log-probabilities of its answer."""
 
-PER_TOKEN = ("token_ids", "sampler_logprobs", "behavior_logprobs", "policy_versions")
+PER_TOKEN = ("token_ids", "sampler_logprobs", "behavior_logprobs", "policy_versions", "supports")
 """Names of the lists of `Completion.per_token`, in its order."""
 
 
@@ -249,7 +276,8 @@ def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dic
     """
     given = openai_logprobs(call.token_ids, call.sampler_logprobs, text_of_token)
     if given["content"]:
-        record = {name: list(values) for name, values in zip(PER_TOKEN, call.reply.completion.per_token, strict=True)}
+        lists = zip(PER_TOKEN, call.reply.completion.per_token, strict=True)
+        record = {name: list(values) for name, values in lists if values}
         given["content"][0][RECORD] = record | {
             "finish_reason": call.reply.completion.finish_reason,
             "content": call.content,
@@ -291,7 +319,7 @@ def recorded_call(logprobs: Any) -> Call | None:
     record = first.get(RECORD) if isinstance(first, Mapping) else None
     if record is None:
         return None
-    per_token = {name: list(record[name]) for name in PER_TOKEN}
+    per_token = {name: list(record.get(name, ())) for name in PER_TOKEN}
     completion = Completion(**per_token, finish_reason=record["finish_reason"])
     prompt = Prompt("", tuple(record["prompt_ids"]))
     reply = Reply(record["content"], completion, prompt.ids, record["index"])

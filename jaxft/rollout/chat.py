@@ -20,6 +20,7 @@ from transformers.utils.chat_template_utils import mark_control_tokens
 
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.calls import Call, Prompt
+from jaxft.rollout.grammar import Compiler
 from jaxft.rollout.messages import (
     Message,
     Tool,
@@ -79,6 +80,7 @@ class ChatTemplate:
         stop_ids: token ids that end an answer.
         responses: the way in which the model writes reasoning and tool calls.
         tokens: text and bytes of tokens.
+        grammars: compiles the grammars of constrained answers.
         now: time that a template which writes a date (`strftime_now`) writes; None for the present time.
     """
 
@@ -87,6 +89,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(stop_ids)
         self.tokens = TokenTexts(tokenizer)
+        self.grammars = Compiler(tokenizer, self.stop_ids)
         self.responses = ResponseFormat(tokenizer, self.tokens, self.stop_ids)
         controls = sorted((token for token in tokenizer.added_tokens_encoder if token.strip()), key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, controls)) or "(?!)")

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxft.core.sampling import check_sampling
 from jaxft.errors import RequestError
+from jaxft.rollout.grammar import Grammar, json_grammar
 from jaxft.rollout.messages import Message, Tool, check_json, check_text, check_tools
 from jaxft.rollout.requests import MAX_TOP_LOGPROBS
 
@@ -33,6 +34,10 @@ class SamplingRequest:
         logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.
         top_logprobs: number of most likely tokens to return for each sampled one. They are computed when the answer is
             complete, so that a stream comes at once, too.
+        response_format: `{"type": "json_object"}` for an answer that is a JSON object, or `{"type": "json_schema",
+            "json_schema": {"name": ..., "schema": {...}}}` for one of a schema; `{"type": "text"}` leaves it free.
+        guided_regex: regular expression that the whole answer matches.
+        guided_grammar: grammar of the whole answer, in the notation of Lark. All three need the extra `constrained`.
     """
 
     temperature: float = 1.0
@@ -47,6 +52,9 @@ class SamplingRequest:
     min_p: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     top_logprobs: int = 0
+    response_format: Mapping[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
@@ -82,6 +90,50 @@ class SamplingRequest:
             check_text(stop, "stop")
             if not stop:
                 raise RequestError("stop contains an empty string, which every text ends with", param="stop")
+        self._check_grammar()
+
+    def _check_grammar(self) -> None:
+        for name in ("guided_regex", "guided_grammar"):
+            if not isinstance(vars(self)[name], str | None):
+                raise RequestError(f"{name} is {vars(self)[name]!r}; wanted a string", param=name)
+        given = (self.guided_regex, self.guided_grammar, self.response_schema)
+        if sum(each is not None for each in given) > 1:
+            raise RequestError(
+                "more than one of guided_regex, guided_grammar and response_format is given", param="response_format"
+            )
+
+    @property
+    def response_schema(self) -> Any:
+        """The JSON schema of the answer; None if it has none.
+
+        Raises:
+            RequestError: `response_format` is none of OpenAI's.
+        """
+        given = self.response_format
+        kind = given.get("type") if isinstance(given, Mapping) else None
+        if given is None or kind == "text":
+            return None
+        if kind == "json_object":
+            return {"type": "object"}
+        inner = given.get("json_schema") if kind == "json_schema" else None
+        schema = inner.get("schema") if isinstance(inner, Mapping) else None
+        if not isinstance(schema, Mapping | bool):
+            raise RequestError(
+                f"response_format is {str(given)[:200]}; wanted {{'type': 'json_object'}}, or {{'type': 'json_schema', "
+                "'json_schema': {'name': ..., 'schema': {...}}}",
+                param="response_format",
+            )
+        check_json(schema, "response_format")
+        return schema
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar of the whole answer; None if it is free."""
+        if self.guided_regex is not None:
+            return Grammar("regex", self.guided_regex, "guided_regex")
+        if self.guided_grammar is not None:
+            return Grammar("lark", self.guided_grammar, "guided_grammar")
+        return None if self.response_schema is None else json_grammar(self.response_schema)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -106,7 +158,8 @@ class ChatRequest(SamplingRequest):
             calls), `tool_calls`, `tool_call_id`.
         tools: functions that the model may call, in OpenAI's format.
         tool_choice: `auto`, `none` (an answer is never parsed for calls), `required`, or
-            `{"type": "function", "function": {"name": ...}}`. The last two force the beginning of a call.
+            `{"type": "function", "function": {"name": ...}}`. The last two force the beginning of a call, and for
+            functions with `strict: true` arguments of their schema.
         parallel_tool_calls: False if only the first tool call of an answer counts; the others stay in the sampled ids.
         chat_template_kwargs: variables of the chat template, such as `enable_thinking`.
     """
@@ -125,6 +178,10 @@ class ChatRequest(SamplingRequest):
         if not isinstance(self.chat_template_kwargs, Mapping | None):
             raise RequestError("chat_template_kwargs must be an object", param="chat_template_kwargs")
         check_json(self.chat_template_kwargs or {}, "chat_template_kwargs")
+        if self.may_call_tools and self.grammar is not None:
+            raise RequestError(
+                "tools and a grammar of the answer are given; wanted one, or tool_choice 'none'", param="tools"
+            )
 
     @property
     def may_call_tools(self) -> bool:
@@ -135,6 +192,13 @@ class ChatRequest(SamplingRequest):
     def forced_function(self) -> str | None:
         """Name of the function that the answer must call; None if there is no such."""
         return self.tool_choice["function"]["name"] if isinstance(self.tool_choice, Mapping) else None
+
+    @property
+    def forced_tools(self) -> tuple[Tool, ...]:
+        """The functions of which the answer must call one, if one of them is strict."""
+        chosen = tuple(tool for tool in self.tools if self.forced_function in (None, tool["function"]["name"]))
+        is_strict = any(tool["function"].get("strict") for tool in chosen)
+        return chosen if is_strict and self.tool_choice not in ("auto", "none") else ()
 
     def _check_tool_choice(self) -> None:
         choice = self.tool_choice

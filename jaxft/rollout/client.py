@@ -9,11 +9,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from jaxft.errors import PromptTooLongError
+from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.calls import Call, Prompt, Reply
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.current import current_functions, find_episode, note_outside_call
+from jaxft.rollout.grammar import Constraint, call_grammar
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.policy import Policy, Snapshot
@@ -62,12 +63,15 @@ class ChatClient(LanguageModel):
             if episode.temperature is not None:
                 request = replace(request, temperature=episode.temperature)
         prefill = "" if isinstance(request, CompletionRequest) else self._prefill(request)
+        matcher = await self._matcher(request)
         prompt = await self._prompt(request, prefill, episode)
         begun = [self._begin_call(prompt, request, episode, choice) for choice in range(request.n)]
 
         async def sample(choices: Sequence[int]) -> list[Reply]:
             """Sample these answers at once."""
-            answering = [self._answer(request, prompt, prefill, each, *begun[each], on_delta) for each in choices]
+            answering = [
+                self._answer(request, prompt, prefill, matcher, each, *begun[each], on_delta) for each in choices
+            ]
             if len(answering) == 1:
                 return [await answering[0]]
             tasks = [asyncio.create_task(each) for each in answering]
@@ -115,6 +119,20 @@ class ChatClient(LanguageModel):
         responses = self.policy.template.responses
         responses.template(has_tools=True)
         return "" if request.tool_choice == "auto" else responses.forced_call(request.forced_function)
+
+    async def _matcher(self, request: ChatRequest | CompletionRequest) -> Any:
+        """Return llguidance's matcher of the grammar of a request; None without one."""
+        grammar, template = request.grammar, self.policy.template
+        if isinstance(request, ChatRequest) and request.forced_tools:
+            if template.responses.call_ends is None:
+                raise RequestError("strict arguments need a model that writes them in JSON", param="tools")
+            behind, end = template.responses.call_ends
+            has_name = request.forced_function is not None
+            grammar = call_grammar(request.forced_tools, has_name=has_name, behind=behind, end=end)
+        if grammar is None:
+            return None
+        template.grammars.read_tokenizer()  # not in the thread, as a tokenizer is changed while it encodes
+        return await asyncio.to_thread(template.grammars.compile, grammar)
 
     async def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
         """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`.
@@ -175,6 +193,7 @@ class ChatClient(LanguageModel):
         request: ChatRequest | CompletionRequest,
         prompt: Prompt,
         prefill: str,
+        matcher: Any,
         choice: int,
         index: int | None,
         key_ids: tuple[int, ...],
@@ -209,7 +228,7 @@ class ChatClient(LanguageModel):
                 thoughts=thoughts,
             )
         completion = await engine.submit(
-            self._request(request, prompt, key_ids, custom_stops, decoded_text, thoughts),
+            self._request(request, prompt, key_ids, custom_stops, decoded_text, thoughts, matcher),
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
         sampled = decoded_text(completion.token_ids)
@@ -252,8 +271,16 @@ class ChatClient(LanguageModel):
         stop_ids: Iterable[int],
         decoded_text: Callable[[Sequence[int]], str],
         thoughts: Thoughts | None,
+        matcher: Any,
     ) -> Request:
         """Return the engine's request for one answer."""
+        begin_constraint = None
+        if matcher is not None:
+            ends_reasoning = None
+            if thoughts is not None and thoughts.is_begun:
+                close = thoughts.close
+                ends_reasoning = lambda ids: close.search(decoded_text(ids)) is not None  # noqa: E731
+            begin_constraint = lambda: Constraint(matcher.deep_copy(), ends_reasoning)  # noqa: E731
         room = self.max_context_tokens - len(prompt.ids)
         return Request(
             prompt_ids=prompt.ids,
@@ -271,6 +298,7 @@ class ChatClient(LanguageModel):
                 else None
             ),
             top_logprobs=request.top_logprobs,
+            begin_constraint=begin_constraint,
         )
 
     def _fit_prompt(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> Prompt:

@@ -4,7 +4,7 @@ Prompts are prefilled chunk by chunk, each chunk straight into its pages; rows d
 find by page tables that come from the host with each call.
 
 Letters: `R` slots, `P` rows of one program, `L` tokens of a chunk, `C` columns of a page table, `D` row shards, `N` key
-ids, `S` stop ids, `M` biased tokens, `B` rows, `T` tokens of a row, `K` most likely tokens.
+ids, `S` stop ids, `M` biased tokens, `B` rows, `T` tokens of a row, `K` most likely tokens, `V` vocabulary.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, init_cache, page_axes
-from jaxft.core.decode import DecodeState, RowParams, SampledTokens, decode
+from jaxft.core.decode import DecodeState, Masks, RowParams, SampledTokens, decode, draw, next_logits
 from jaxft.core.logprobs import scaling_temperature
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
 from jaxft.core.types import Cache, Model, Params
@@ -130,15 +130,64 @@ def advance(
         chosen: True for the slots to decode, where every slot is a row; or the slots of a few rows, of which padding
             has one beyond the last.
     """
+    taken, state, is_chosen = _chosen(slots, chosen)
+    cache, state, sampled = decode(
+        model, params, cache, tables, state, taken.rows, num_steps, is_filtered=is_filtered, has_supports=True
+    )
+    slots, active = _put_chosen(model, slots, taken, state, chosen, is_chosen)
+    return cache, slots, sampled, active
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
+def compute_logits(
+    model: Model,
+    params: Params,
+    cache: Cache,
+    slots: DecodeBatch,
+    tables: Int[Any, "B C"],
+    chosen: Bool[Any, "R"] | Int[Any, "P"],
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """Compute the logits of one token of some slots, while the host makes their masks; return pages and logits."""
+    return next_logits(model, params, cache, tables, _chosen(slots, chosen)[1])
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def draw_masked(
+    model: Model,
+    is_filtered: bool,
+    slots: DecodeBatch,
+    logits: Float[Array, "B V"],
+    chosen: Bool[Any, "R"] | Int[Any, "P"],
+    masks: Masks,
+) -> tuple[DecodeBatch, SampledTokens, Bool[Array, "B"]]:
+    """Draw one token of some slots from `compute_logits`; return slots, and tokens and activity of each row.
+
+    `masks` number the rows of this program. The rest is as for `advance`.
+    """
+    taken, state, is_chosen = _chosen(slots, chosen)
+    was_active = state.active
+    state, drawn = draw(model, logits, state, taken.rows, is_filtered=is_filtered, has_supports=True, masks=masks)
+    counts, column = was_active.astype(jnp.int32), jax.tree.map(lambda x: x[:, None], drawn)
+    sampled = SampledTokens(column.tokens, column.sampler_logprobs, column.behavior_logprobs, counts, column.supports)
+    slots, active = _put_chosen(model, slots, taken, state, chosen, is_chosen)
+    return slots, sampled, active
+
+
+def _chosen(slots: DecodeBatch, chosen: Bool[Any, "R"] | Int[Any, "P"]) -> tuple[DecodeBatch, DecodeState, Any]:
+    """Return the rows of a program, their state, in which only those to decode are active, and which these are."""
     is_all = chosen.dtype == bool
     taken = slots if is_all else jax.tree.map(lambda leaf: leaf.at[chosen].get(mode="clip"), slots)
     is_chosen = chosen if is_all else chosen < slots.state.active.shape[0]
-    was_active = taken.state.active
-    state = taken.state._replace(active=was_active & is_chosen)
-    cache, state, sampled = decode(model, params, cache, tables, state, taken.rows, num_steps, is_filtered=is_filtered)
-    state = state._replace(active=jnp.where(is_chosen, state.active, was_active))
-    slots = slots._replace(state=state if is_all else _put_rows(slots.state, state, chosen))
-    return cache, _constrain(model, slots), sampled, state.active
+    return taken, taken.state._replace(active=taken.state.active & is_chosen), is_chosen
+
+
+def _put_chosen(
+    model: Model, slots: DecodeBatch, taken: DecodeBatch, state: DecodeState, chosen: Any, is_chosen: Any
+) -> tuple[DecodeBatch, Bool[Array, "B"]]:
+    """Return the slots with the new state of the rows of a program, and which of the rows are active."""
+    state = state._replace(active=jnp.where(is_chosen, state.active, taken.state.active))
+    slots = slots._replace(state=state if chosen.dtype == bool else _put_rows(slots.state, state, chosen))
+    return _constrain(model, slots), state.active
 
 
 def _constrain(model: Model, slots: DecodeBatch) -> DecodeBatch:

@@ -25,7 +25,7 @@ from jaxft.core.decode import SampledTokens
 from jaxft.core.sharding import compute_platform
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError, DeviceThreadError, NonFiniteError
-from jaxft.rollout.calls import Completion
+from jaxft.rollout.calls import Completion, encode_support
 from jaxft.rollout.device import DeviceThread, first_line, is_out_of_memory, presentable
 from jaxft.rollout.model_runner import Counts, Dispatch, ModelRunner
 from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Request, check_request
@@ -187,7 +187,7 @@ class Engine:
         check_request(request, self.max_context_tokens, self.vocabulary)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-        running = Running(request, future, Completion(), on_tokens)
+        running = Running(request, future, on_tokens)
         with self._scheduler.lock:
             self._scheduler.waiting.append(running)
         # Scheduled after the callbacks that are ready now, so that requests of one wave are admitted together. Every
@@ -263,6 +263,8 @@ class Engine:
         params, version = self._get_params()
         self._prefill(params, is_draining=is_draining)
         most = self._ahead if self._dispatch(params, version) else 0  # without a new one, all queued ones are read
+        if any(running.constraint is not None for running in self._scheduler.running.values()):
+            most = 0  # the next masks depend on these tokens
         finished: list[Running] = []
         try:
             while len(self._in_flight) > (most if self._scheduler.running else 0):
@@ -294,8 +296,13 @@ class Engine:
         chosen, num_steps = self._scheduler.next_rows()
         if not chosen:
             return False
-        is_filtered = any(running.is_filtered for running, _ in chosen)
-        dispatch = self._runner.advance(params, [row for _, row in chosen], num_steps, is_filtered=is_filtered)
+        is_filtered = any(running.request.is_filtered for running, _ in chosen)
+        decoded = [row for _, row in chosen]
+        masks = {row.slot: each.constraint.write_mask for each, row in chosen if each.constraint is not None}
+        if masks:
+            dispatch = self._runner.advance_masked(params, decoded, masks, is_filtered=is_filtered)
+        else:
+            dispatch = self._runner.advance(params, decoded, num_steps, is_filtered=is_filtered)
         rows = [(running, row.slot, running.attempt) for running, row in chosen]
         self._in_flight.append(_InFlight(dispatch, rows, version))
         return True
@@ -336,7 +343,11 @@ def _take_tokens(running: Running, slot: int, sampled: SampledTokens, version: i
     completion.sampler_logprobs += sampled.sampler_logprobs[slot, :count].tolist()
     completion.behavior_logprobs += sampled.behavior_logprobs[slot, :count].tolist()
     completion.policy_versions += [version] * count
+    if sampled.supports is not None and running.request.has_supports:
+        completion.supports += map(encode_support, sampled.supports[slot, :count])
     try:
+        if running.constraint is not None:
+            running.constraint.feed(completion.token_ids[known:])
         has_ended = _cut_at_end(running.request, completion, known, is_active)
         _check_finite(running.request, completion, known)
         return has_ended

@@ -76,6 +76,9 @@ class LanguageModel(ABC):
         min_p: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
         top_logprobs: int = 0,
+        response_format: Mapping[str, Any] | None = None,
+        guided_regex: str | None = None,
+        guided_grammar: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Reply:
         """Sample the assistant's next message; `ChatRequest` describes the arguments.
@@ -113,6 +116,9 @@ class LanguageModel(ABC):
             min_p=min_p,
             logit_bias=logit_bias,
             top_logprobs=top_logprobs,
+            response_format=response_format,
+            guided_regex=guided_regex,
+            guided_grammar=guided_grammar,
             chat_template_kwargs=chat_template_kwargs,
         )
         return await self.answer(request)

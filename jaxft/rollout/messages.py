@@ -118,7 +118,7 @@ def check_tools(tools: Any) -> None:
         if name in names:
             raise RequestError(f"{place}.function.name repeats {name!r}; wanted one function per name", param=place)
         names.add(name)
-        for field, kind in (("description", str), ("parameters", Mapping)):
+        for field, kind in (("description", str), ("parameters", Mapping), ("strict", bool)):
             if not isinstance(function.get(field), kind | None):
                 raise RequestError(
                     f"{place}.function.{field} is of type {type(function[field]).__name__}; wanted {kind.__name__}",

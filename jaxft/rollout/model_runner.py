@@ -5,7 +5,7 @@ choice. Compiled shapes follow from the sizes of the runner; `warm_up` compiles 
 are decoded by a program of few rows, so that a long request does not make all rows as long.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt32
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, pages_for, row_shards
-from jaxft.core.decode import SampledTokens
+from jaxft.core.decode import Masks, SampledTokens
 from jaxft.core.sampling import LogitBias, SamplingParams
 from jaxft.core.sharding import commit_like, compute_platform, device_bytes
 from jaxft.core.types import Cache, Model, Params
@@ -29,7 +29,9 @@ from jaxft.rollout.decode_batch import (
     PrefillChunks,
     admit,
     advance,
+    compute_logits,
     copy,
+    draw_masked,
     empty_arrays,
     most_likely,
     page_shapes,
@@ -100,6 +102,9 @@ class _Arrays:
     cache: Cache
     slots: DecodeBatch
 
+
+WriteMask = Callable[[UInt32[np.ndarray, "W"]], object]
+"""Function that writes the tokens which a row may draw next into words of bits that are all 0 (`pack_bits`)."""
 
 Dispatch = list[tuple[tuple[int, ...], bool, Any]]
 """Programs that decode: their slots, whether they have a row for these only, and their results on the device."""
@@ -200,36 +205,70 @@ class ModelRunner:
     def advance(self, params: Params, rows: Sequence[PrefillRow], num_steps: int, *, is_filtered: bool) -> Dispatch:
         """Queue programs that decode `num_steps` tokens of each row, and return their results, to be read later."""
         arrays, dispatch = self._make_programs(params), []
-        pages = {row.slot: row.pages for row in rows}
-        columns = {row.slot: pages_for(row.num_tokens + num_steps - 1) for row in rows}
-        for slots, is_few in split_batch(columns, self.slots, self._few_rows):
-            if is_few:
-                assert self._few_rows is not None
-                tables = self._tables([pages[slot] for slot in slots], self._few_rows)
-                chosen: Any = np.full(self._few_rows, self.slots, np.int32)
-                chosen[: len(slots)] = slots
-            else:
-                tables = self._tables([pages.get(slot, ()) for slot in range(self.slots)], self.slots)
-                chosen = np.isin(np.arange(self.slots), slots)
+        for slots, is_few, tables, chosen in self._split(rows, num_steps):
             arrays.cache, arrays.slots, *results = advance(
                 self._model, num_steps, is_filtered, params, arrays.cache, arrays.slots, tables, chosen
             )
             dispatch.append((slots, is_few, results))
         return dispatch
 
+    def advance_masked(
+        self, params: Params, rows: Sequence[PrefillRow], masks: Mapping[int, WriteMask], *, is_filtered: bool
+    ) -> Dispatch:
+        """Queue programs that decode one token of each row, while the host makes the masks of some; see `advance`.
+
+        Args:
+            params: weights to decode with.
+            rows: rows to decode.
+            masks: functions that write the packed mask of a slot, by slot.
+            is_filtered: as for `advance`.
+        """
+        arrays, dispatch = self._make_programs(params), []
+        for slots, is_few, tables, chosen in self._split(rows, 1):
+            arrays.cache, logits = compute_logits(self._model, params, arrays.cache, arrays.slots, tables, chosen)
+            masked = [(row if is_few else slot, slot) for row, slot in enumerate(slots) if slot in masks]
+            size = len(tables) if self._few_rows is None or len(masked) > self._few_rows else self._few_rows
+            numbers: Any = np.full(size, len(tables), np.int32)
+            numbers[: len(masked)] = [row for row, _ in masked]
+            allowed = np.zeros((size, -(-logits.shape[1] // 32)), np.uint32)
+            for words, (_, slot) in zip(allowed, masked, strict=False):
+                masks[slot](words)
+            arrays.slots, *results = draw_masked(
+                self._model, is_filtered, arrays.slots, logits, chosen, Masks(numbers, allowed)
+            )
+            dispatch.append((slots, is_few, results))
+        return dispatch
+
+    def _split(self, rows: Sequence[PrefillRow], num_steps: int) -> Iterator[tuple[tuple[int, ...], bool, Any, Any]]:
+        """Yield slots of each program, whether it has few rows, its page tables, and the choice of its slots."""
+        pages = {row.slot: row.pages for row in rows}
+        columns = {row.slot: pages_for(row.num_tokens + num_steps - 1) for row in rows}
+        for slots, is_few in split_batch(columns, self.slots, self._few_rows):
+            if is_few:
+                assert self._few_rows is not None
+                chosen: Any = np.full(self._few_rows, self.slots, np.int32)
+                chosen[: len(slots)] = slots
+                yield slots, True, self._tables([pages[slot] for slot in slots], self._few_rows), chosen
+            else:
+                tables = self._tables([pages.get(slot, ()) for slot in range(self.slots)], self.slots)
+                yield slots, False, tables, np.isin(np.arange(self.slots), slots)
+
     def read(self, dispatch: Dispatch) -> tuple[SampledTokens, Bool[np.ndarray, "R"]]:
         """Wait for a dispatch, and return its tokens in one table of all slots, and which slots go on."""
         read = jax.device_get([results for _, _, results in dispatch])
         width = max(sampled.tokens.shape[1] for sampled, _ in read)
+        supports = read[0][0].supports
         tables: list[Any] = [np.zeros((self.slots, width), dtype) for dtype in (np.int32, np.float32, np.float32)]
         tables += [np.zeros(self.slots, dtype) for dtype in (np.int32, bool)]
+        if supports is not None:
+            tables.append(np.zeros((self.slots, width, supports.shape[2]), np.uint32))
         for (slots, is_few, _), (sampled, active) in zip(dispatch, read, strict=True):
             chosen, rows = list(slots), slice(len(slots)) if is_few else list(slots)
-            for whole, part in zip(tables, (*sampled, active), strict=True):
+            parts = [*sampled[:4], active, *([] if supports is None else [sampled.supports])]
+            for whole, part in zip(tables, parts, strict=True):
                 whole[chosen] = part[rows]
-        *sampled, active = tables
-        self.counts.decoded_tokens += int(sampled[-1].sum())
-        return SampledTokens(*sampled), active
+        self.counts.decoded_tokens += int(tables[3].sum())
+        return SampledTokens(*tables[:4], *tables[5:]), tables[4]
 
     def top_logprobs(self, params: Params, request: Request, token_ids: Sequence[int], count: int) -> list[TopLogprobs]:
         """Return the most likely tokens, at most `count`, at the position of each sampled token of a completion.

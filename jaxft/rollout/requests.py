@@ -12,6 +12,7 @@ from jaxft.core.checks import check_token_ids
 from jaxft.core.sampling import check_sampling
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
+from jaxft.rollout.grammar import Constraint
 
 MAX_TOP_LOGPROBS = 20
 """Largest `top_logprobs` of a request, as in OpenAI's API."""
@@ -31,6 +32,7 @@ class Request:
         find_stop: returns how many of the sampled ids complete a stop string, or None; it also gets the number of ids
             that it was called with before, 0 where sampling began again.
         top_logprobs: number of most likely tokens to return for each sampled token.
+        begin_constraint: begins to follow the grammar that the answer must match; None without one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,6 +46,18 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     find_stop: Callable[[list[int], int], int | None] | None = None
     top_logprobs: int = 0
+    begin_constraint: Callable[[], Constraint] | None = None
+
+    @property
+    def is_filtered(self) -> bool:
+        """True if its tokens are drawn from a filtered distribution."""
+        return bool(self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.logit_bias)
+
+    @property
+    def has_supports(self) -> bool:
+        """True if its tokens' supports are recorded: a filter or grammar limits them, and no bias shifts them."""
+        is_shifted = any(value not in (0, -math.inf) for _, value in self.logit_bias)
+        return (self.is_filtered or self.begin_constraint is not None) and not is_shifted
 
 
 def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:

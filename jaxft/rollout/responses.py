@@ -149,8 +149,15 @@ class ResponseFormat:
         """
         if self._forced_call is None:
             raise RequestError("tool_choice can only be 'auto' or 'none' with this tokenizer", param="tool_choice")
-        before, behind = self._forced_call
+        before, behind = self._forced_call[:2]
         return before if name is None else f"{before}{name}{behind}"
+
+    @property
+    def call_ends(self) -> tuple[str, str] | None:
+        """Texts between name and arguments of a call, and behind the arguments; None if those are not JSON."""
+        if self._forced_call is None or len(self._forced_call) < 3:
+            return None
+        return self._forced_call[1], self._forced_call[2]
 
     def parse(self, text: str, prompt_text: str, *, has_tools: bool, tools: Sequence[Tool] = ()) -> ParsedAnswer:
         """Return the parts of an answer; a malformed tool call is content.

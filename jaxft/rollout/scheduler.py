@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxft.core.cache import PAGE_TOKENS, pages_for
 from jaxft.rollout.calls import Completion
+from jaxft.rollout.grammar import Constraint
 from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, PrefillChunk, PrefillRow
 from jaxft.rollout.requests import Request
 
@@ -158,12 +159,13 @@ class Running:
         reach: number of its tokens after all dispatches that were queued.
         attempt: number of times that it got a slot: results of an earlier attempt are dropped.
         keeps_tokens: True if the weights have changed since it began: sampled again, its tokens would be others.
+        constraint: the position of its answer in its grammar; None without one.
     """
 
     request: Request
     future: "asyncio.Future[Completion]"
-    completion: Completion
     on_tokens: OnTokens | None = None
+    completion: Completion = field(init=False)
     num_streamed: int = 0
     error: Exception | None = None
     current: Request = field(init=False)
@@ -175,8 +177,16 @@ class Running:
     reach: int = 0
     attempt: int = 0
     keeps_tokens: bool = False
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin the answer, or begin it again."""
+        self.completion = Completion()
+        begin = self.request.begin_constraint
+        self.constraint = None if begin is None else begin()
         self.decode_from(())
 
     def decode_from(self, sampled: Sequence[int]) -> None:
@@ -194,12 +204,6 @@ class Running:
     def is_prefilled(self) -> bool:
         """True if its prompt is in its pages."""
         return self.prefilled == self.num_fed
-
-    @property
-    def is_filtered(self) -> bool:
-        """True if its tokens are drawn from a filtered distribution."""
-        request = self.request
-        return bool(request.top_k > 0 or request.top_p < 1 or request.min_p > 0 or request.logit_bias)
 
     @property
     def is_abandoned(self) -> bool:
@@ -331,6 +335,8 @@ class Scheduler:
             return [], 0
         left = [self._limit(running) - running.reach for running in ready]
         num_steps = dispatch_tokens(left, have_waiting=bool(self.waiting))
+        if any(running.constraint is not None for running in ready):
+            num_steps = 1  # the mask of the next token depends on this one
         for running in ready:
             self._reserve(running, min(num_steps, self._limit(running) - running.reach))
         rows = [  # others gave their pages to older ones
@@ -428,7 +434,7 @@ class Scheduler:
         if self.keeps_tokens or running.keeps_tokens:
             running.decode_from(running.completion.token_ids)
         else:
-            running.completion = Completion()
+            running.begin()
         with self.lock:
             self.waiting.appendleft(running)
 

@@ -4,10 +4,12 @@ The recorded token ids are the training data: a turn that extends an earlier tur
 never tokenised again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator, model_serializer
+from pydantic.functional_serializers import SerializerFunctionWrapHandler
+from pydantic_core.core_schema import SerializationInfo
 
 from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import comparison_key
@@ -37,6 +39,8 @@ class TokenSequence(BaseModel):
         truncated: True if a length limit cut an answer of the row.
         episode_truncated: True if a length limit cut the last answer of the episode, and the row ends with it.
         llm: name of the language model that sampled; None if unknown.
+        supports: tokens that each token could be drawn from (`encode_support`), empty for the whole vocabulary, or if
+            that holds for the whole row. In JSON each support is written once.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -51,6 +55,26 @@ class TokenSequence(BaseModel):
     truncated: bool = False
     episode_truncated: bool = False
     llm: str | None = None
+    supports: list[str] = []
+
+    @model_serializer(mode="wrap")
+    def _shorten(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Leave out supports that are empty, and in JSON write each of them once, with its index for each token."""
+        written: dict[str, Any] = dump(self)
+        if not self.supports:
+            written.pop("supports", None)
+        elif info.mode == "json":
+            each = list(dict.fromkeys(self.supports))
+            index = {support: number for number, support in enumerate(each)}
+            written["supports"] = {"each": each, "of_tokens": [index[support] for support in self.supports]}
+        return written
+
+    @field_validator("supports", mode="before")
+    @classmethod
+    def _lengthen(cls, supports: Any) -> Any:
+        if not isinstance(supports, Mapping):
+            return supports
+        return [supports["each"][number] for number in supports["of_tokens"]]
 
 
 def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = is_targeted) -> list[TokenSequence]:
@@ -99,13 +123,15 @@ def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> 
     sequence.temperatures += [call.temperature] * (context + sampled)
     sequence.policy_versions += [-1] * context + completion.policy_versions[:sampled]
     sequence.turns += [-1] * context + [turn] * sampled
+    sequence.supports += [""] * context + (completion.supports or [""] * sampled)[:sampled]
     sequence.truncated |= is_target and completion.finish_reason == "length"
 
 
 def _without_tail(sequence: TokenSequence) -> TokenSequence:
     """Cut a row after its last trained token; later tokens have no effect on training."""
     end = len(sequence.tokens) - sequence.completion_mask[::-1].index(True)
-    return sequence.model_copy(update={name: values[:end] for name, values in sequence if isinstance(values, list)})
+    cut = {name: values[:end] for name, values in sequence if isinstance(values, list)}
+    return sequence.model_copy(update=cut if any(sequence.supports) else cut | {"supports": []})
 
 
 def episode_messages(calls: Sequence[Call]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxft.core.packing import Packing, pack, plan_packing, plan_padding, segments, token_index
 from jaxft.core.sharding import to_host
 from jaxft.core.types import Batch, Scored
+from jaxft.rollout.calls import decode_support
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.config import LossConfig
 
@@ -87,6 +88,9 @@ class TrainingBatch(NamedTuple):
             unless the loss is ppo.
         teacher_logprobs: `[B T]` log-probabilities of the tokens under the teacher of a distillation by sampled tokens;
             None without one.
+        support_ids: `[B T]` index into `supports` of the tokens that each token could be drawn from; None if all tokens
+            of the job are trained over the whole vocabulary.
+        supports: `[U W]` packed supports, each of them once; the first is that of the whole vocabulary.
     """
 
     batch: Batch
@@ -99,14 +103,20 @@ class TrainingBatch(NamedTuple):
     is_cut: np.ndarray
     bootstrap_values: np.ndarray | None = None
     teacher_logprobs: Any = None
+    support_ids: np.ndarray | None = None
+    supports: np.ndarray | None = None
 
     def microbatches(self) -> list[Batch]:
         """Return the microbatches: consecutive rows of the tables, each cut to the width of its longest row."""
         ends = list(itertools.accumulate(rows for rows, _ in self.microbatch_shapes))
-        return [
-            _cut_batch(self.batch, slice(end - rows, end), width)
-            for end, (rows, width) in zip(ends, self.microbatch_shapes, strict=True)
-        ]
+        parts = []
+        for end, (rows, width) in zip(ends, self.microbatch_shapes, strict=True):
+            part = _cut_batch(self.batch, slice(end - rows, end), width)
+            if self.support_ids is not None and self.supports is not None:
+                words: Any = self.supports[self.support_ids[end - rows : end, :width]]
+                part = part._replace(supports=words)
+            parts.append(part)
+        return parts
 
     def counts(self) -> dict[str, int]:
         """Count trained tokens, the sequences and trajectories that have any, pairs, and updates (1)."""
@@ -235,8 +245,14 @@ class BatchPlanner:
         return tuple((rows, width) for width in sorted(widths) for rows in self.row_buckets(width))
 
 
-def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
+def make_batch(rows: list[Row], planner: BatchPlanner, *, has_supports: bool = False) -> TrainingBatch:
     """Return the batch of these rows, without scores and advantages. Empty rows train nothing.
+
+    Args:
+        rows: rows to train.
+        planner: divides them into microbatches.
+        has_supports: True to take probabilities over the tokens that each token could be drawn from. What was recorded
+            over the whole vocabulary is replaced by what the token was drawn with.
 
     Raises:
         ValueError: `rows` is empty.
@@ -249,6 +265,15 @@ def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
     }
     if planner.packed:
         recorded["segment_ids"], recorded["positions"] = segments(packing)
+    ids = supports = None
+    if has_supports and any(row.sequence.supports for row in rows):
+        texts = list(dict.fromkeys(["", *(text for row in rows for text in row.sequence.supports)]))
+        index = {text: number for number, text in enumerate(texts)}
+        numbers = [[index[text] for text in row.sequence.supports] or 0 for row in rows]
+        ids = pack(packing, numbers, np.int32)
+        decoded = [decode_support(text) for text in texts[1:]]
+        supports = np.stack([np.zeros_like(decoded[0]), *decoded])
+        recorded["sampler_logprobs"] = np.where(ids > 0, recorded["behavior_logprobs"], recorded["sampler_logprobs"])
     return TrainingBatch(
         Batch(**recorded),
         packing,
@@ -257,6 +282,8 @@ def make_batch(rows: list[Row], planner: BatchPlanner) -> TrainingBatch:
         *token_index(packing),
         turns=pack(packing, [row.sequence.turns or -1 for row in rows], np.int32, fill=-1),
         is_cut=np.array([row.sequence.episode_truncated for row in rows]),
+        support_ids=ids,
+        supports=supports,
     )
 
 
@@ -370,7 +397,10 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
         ids: Any = segments(packing)[0]  # counted from 1 in each row
         batch = batch._replace(segment_ids=ids)
     turns = moved(job.turns, fill=-1)
-    return TrainingBatch(batch, packing, shapes, job.trajectories[chosen], *index, turns, job.is_cut[chosen])
+    of_supports = None if job.support_ids is None else moved(job.support_ids), job.supports
+    return TrainingBatch(
+        batch, packing, shapes, job.trajectories[chosen], *index, turns, job.is_cut[chosen], None, None, *of_supports
+    )
 
 
 def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool) -> Batch:

@@ -194,8 +194,8 @@ class Learner:
         """
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
-        laid_out = make_batch(rows, planner)
         loss, scorers = self.loss, self._scorers(params, pause)
+        laid_out = make_batch(rows, planner, has_supports=loss.is_policy_loss)
         job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
         if credit is not None:
             job, metrics = compute_advantages(job, credit, loss)

@@ -24,12 +24,12 @@ class TokenRecords(NamedTuple):
     """Sampling records of the trained tokens of a job, one entry per token.
 
     Attributes:
-        log_kept_mass: log of the probability mass that top-k, top-p and min-p left to sample from.
+        is_biased: True where a logit bias changed the distribution that the token was drawn from.
         versions: policy version that sampled the token.
         trajectories: index of the token's trajectory.
     """
 
-    log_kept_mass: np.ndarray
+    is_biased: np.ndarray
     versions: np.ndarray
     trajectories: np.ndarray
 
@@ -39,6 +39,9 @@ HOW_TO_REWARD = (
     "finetuning.reward_function.unusable to zero"
 )
 """Advice for a job without a usable reward."""
+
+OPTIONAL = ("turns", "supports")
+"""Lists of a sequence that may be empty."""
 
 NOTHING_SAMPLED = TokenRecords(*np.zeros((3, 0)))
 
@@ -147,9 +150,16 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         "truncated_fraction": truncated / len(sequences),
     }
     masks = [np.array(row.sequence.completion_mask) for row in rows]
-    kept_mass = [np.array(row.sequence.sampler_logprobs) - row.sequence.behavior_logprobs for row in rows]
+    log_mass = np.concatenate(
+        [(np.array(s.sampler_logprobs) - s.behavior_logprobs)[mask] for (s, _), mask in zip(rows, masks, strict=True)]
+    )
+    has_support = np.concatenate(
+        [np.array(s.supports or [""] * len(mask), bool)[mask] for (s, _), mask in zip(rows, masks, strict=True)]
+    )
+    if has_support.any():
+        metrics["allowed_mass_mean"] = float(np.exp(log_mass[has_support]).mean())
     sampled = TokenRecords(
-        np.concatenate([log_mass[mask] for log_mass, mask in zip(kept_mass, masks, strict=True)]),
+        (log_mass != 0) & ~has_support,
         np.concatenate([np.array(row.sequence.policy_versions)[mask] for row, mask in zip(rows, masks, strict=True)]),
         np.repeat([row.trajectory for row in rows], [mask.sum() for mask in masks]),
     )
@@ -295,7 +305,9 @@ def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
 def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> None:
     """Raise if the lists of a row differ in length, or its first token is trained."""
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
-    lengths = {field: len(values) for field, values in per_token.items() if values or field != "turns"}
+    lengths = {
+        field: len(values) for field, values in per_token.items() if values or field not in ("turns", "supports")
+    }
     if len(set(lengths.values())) > 1:
         raise TrajectoryError(f"{trajectory_name(trajectory)}: the lists of a sequence differ in length: {lengths}")
     if sequence.completion_mask[:1] == [True]:

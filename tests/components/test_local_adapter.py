@@ -229,7 +229,7 @@ def test_a_reference_is_kept_when_beta_asks_for_it(make_policy, make_collection)
     assert (metrics["trained_tokens"], metrics["foreign_sequences"]) == (16, 1)
     assert metrics["sequences_per_trajectory"] == 5 / 4  # of this language model, the truncated one among them
     assert metrics["truncated_fraction"] == pytest.approx(1 / 5)
-    assert len(warnings) == 1 and "kept 90.2% of the mass on average" in warnings[0]  # 3/4 + exp(-0.5) / 4
+    assert len(warnings) == 1 and "25.0% of tokens" in warnings[0]
 
 
 def test_a_failing_update_is_a_failed_job_and_a_lost_policy(make_policy, policy, make_collection, tmp_path):

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxft
 from jaxft.core.correction import sampler_agreement
+from jaxft.core.logprobs import pack_bits
 from jaxft.core.losses import policy_loss
 from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
 from jaxft.core.reductions import count_tokens
@@ -155,3 +157,36 @@ def test_ppo_wants_values_and_returns(bigram, params, missing):
 def test_refusals(bigram, params):
     with pytest.raises(ValueError, match=r"batch\.advantages is None; a policy loss needs one advantage per row"):
         loss_of(grpo_loss, bigram, params, BATCH._replace(advantages=None))
+
+
+ALLOWED = np.array([[False, True, True], [True, False, False], [True, True, False]])
+"""Tokens of a vocabulary of three that a grammar allows behind each token."""
+
+ANSWERS = np.array([[2, 0, 1], [2, 0, 2], [2, 1, 0]])
+"""The answers of two tokens that it allows behind a prompt of the token 2."""
+
+
+def test_the_gradient_within_supports_is_that_of_enumeration():
+    """Of the expected reward of answers that a grammar limits; the logits of forbidden tokens get none."""
+    rewards = np.array([1.0, -2.0, 0.5])
+    model = jaxft.from_function(lambda params, tokens, positions: params["logits"][tokens])
+
+    def probabilities(logits):
+        weights = jnp.exp(logits) * ALLOWED
+        chances = weights / weights.sum(axis=1, keepdims=True)
+        return chances[ANSWERS[:, 0], ANSWERS[:, 1]] * chances[ANSWERS[:, 1], ANSWERS[:, 2]]
+
+    @jax.jit
+    def gradients(logits):
+        bits = pack_bits(jnp.array(ALLOWED))[ANSWERS[:, :2]]
+        advantages = jax.lax.stop_gradient(3 * probabilities(logits) * rewards)  # the loss is a mean over three rows
+        mask = jnp.array([[False, True, True]] * 3)
+        batch = Batch(jnp.array(ANSWERS), mask, advantages, supports=jnp.pad(bits, ((0, 0), (1, 0), (0, 0))))
+        loss = partial(policy_loss, loss="reinforce", aggregation="constant", max_completion_tokens=1)
+        got = jax.grad(lambda x: grpo_loss(model, {"logits": x}, batch, loss=loss)[0])(logits)
+        return -got, jax.grad(lambda x: (probabilities(x) * rewards).sum())(logits)
+
+    with jax.enable_x64(True):
+        got, expected = jax.device_get(gradients(np.array([[0.3, -0.2, 0.9], [1.0, 0.1, -0.5], [-0.4, 0.6, 0.2]])))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert np.abs(expected).max() > 0.1 and not got[~ALLOWED].any()

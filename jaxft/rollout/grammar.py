@@ -1,0 +1,202 @@
+"""Constrained decoding: which tokens an answer may go on with, so that it matches a JSON schema, a regex or a grammar.
+
+llguidance (the extra `constrained`) follows the grammar and says at each token which others may come next. The host
+asks it while the device computes the logits, for the answers that have a grammar only.
+"""
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt32
+
+from jaxft.errors import RequestError
+
+WHITESPACE = r"[ \n\t\r]{0,32}"
+"""White space between the tokens of JSON, so much at most: a model must not fill its answer with it."""
+
+TAG_TOKENS = 16
+"""Last tokens of an answer in which the tag that ends its reasoning is looked for."""
+
+
+class Grammar(NamedTuple):
+    """A grammar that an answer must match.
+
+    Attributes:
+        kind: `json_schema`, `regex` or `lark`.
+        text: the schema in JSON, the regular expression, or the grammar in the notation of Lark.
+        param: the argument of the request that it is from, for messages.
+    """
+
+    kind: str
+    text: str
+    param: str
+
+
+class Constraint:
+    """The position of one answer in its grammar."""
+
+    def __init__(self, matcher: Any, ends_reasoning: Callable[[Sequence[int]], bool] | None) -> None:
+        """Begin an answer.
+
+        Args:
+            matcher: llguidance's matcher, of this answer alone.
+            ends_reasoning: True for last tokens that hold the end of the reasoning that the prompt has begun, up to
+                which the answer is free; None without any.
+        """
+        self._matcher = matcher
+        self._ends_reasoning, self._last = ends_reasoning, list[int]()
+
+    def write_mask(self, words: UInt32[np.ndarray, "W"]) -> None:
+        """Set the bits of the tokens that may come next; none if any may, or an error has come (`feed`)."""
+        if self._ends_reasoning is None and not self._matcher.is_error():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(words)]
+            words[: len(bits)] = bits
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Go on behind the sampled tokens.
+
+        Raises:
+            RequestError: the grammar cannot go on: it became too large, or no token of the vocabulary continues it.
+        """
+        for token in token_ids:
+            if self._ends_reasoning is not None:
+                self._last = [*self._last, token][-TAG_TOKENS:]
+                if self._ends_reasoning(self._last):
+                    self._ends_reasoning = None
+            elif not self._matcher.consume_token(token):
+                reason = next(filter(None, self._matcher.get_error().splitlines()), "no token continues it")
+                raise RequestError(f"the answer cannot go on in its grammar: {reason}")
+
+
+def json_grammar(schema: Any) -> Grammar:
+    """Return the grammar of JSON of a schema.
+
+    Raises:
+        RequestError: nothing satisfies the schema.
+    """
+    if is_endless(schema, schema):
+        raise RequestError(
+            "response_format: nothing satisfies the schema: a required value holds itself", param="response_format"
+        )
+    return Grammar("json_schema", json.dumps(_spaced(schema)), "response_format")
+
+
+def call_grammar(tools: Sequence[Mapping[str, Any]], *, has_name: bool, behind: str, end: str) -> Grammar:
+    """Return the grammar of the rest of a call of one of these functions, whose beginning is forced.
+
+    Args:
+        tools: functions in OpenAI's format; arguments of those that are not `strict` are any object.
+        has_name: True if the name belongs to the beginning.
+        behind: text between name and arguments.
+        end: text behind the arguments.
+    """
+    rules = [f"start: {' | '.join(f'call{index}' for index in range(len(tools)))}"]
+    for index, tool in enumerate(tools):
+        function = tool["function"]
+        parameters = (function.get("parameters") if function.get("strict") else None) or {"type": "object"}
+        name = "" if has_name else json.dumps(function["name"] + behind)
+        rules.append(f"call{index}: {name} arguments{index} {json.dumps(end) if end else ''}")
+        rules.append(f"arguments{index}: %json {json.dumps(_spaced(parameters))}")
+    return Grammar("lark", "\n".join(rules), "tools")
+
+
+def _spaced(schema: Any) -> Any:
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, Mapping) else schema
+
+
+def is_endless(schema: Any, root: Any, opened: frozenset[str] = frozenset()) -> bool:
+    """Return True if every value of a schema holds another value of the same `$ref`, so that none can end.
+
+    >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+    >>> is_endless(node, node), is_endless({**node, "required": ["next"]}, {**node, "required": ["next"]})
+    (False, True)
+    """
+    if not isinstance(schema, Mapping):
+        return False
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        if reference in opened:
+            return True
+        target: Any = root
+        for key in filter(None, reference[1:].split("/")):
+            target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+        if is_endless(target, root, opened | {reference}):
+            return True
+    needed = [each for each in schema.get("allOf") or () if isinstance(schema.get("allOf"), list)]
+    if schema.get("type") == "object":
+        properties = schema.get("properties") or {}
+        needed += [properties.get(name) for name in schema.get("required") or ()]
+    if schema.get("type") == "array" and schema.get("minItems", 0):
+        needed.append(schema.get("items"))
+    choices = [schema[union] for union in ("anyOf", "oneOf") if schema.get(union)]
+    return any(is_endless(each, root, opened) for each in needed) or any(
+        all(is_endless(each, root, opened) for each in choice) for choice in choices
+    )
+
+
+class Compiler:
+    """Compiles grammars for one tokenizer, each once.
+
+    The first one takes about a second, in which llguidance reads the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, stop_ids: Sequence[int]) -> None:
+        """Make a compiler; `stop_ids` are the token ids that end an answer."""
+        self._source, self._stop_ids = tokenizer, list(stop_ids)
+        self._lock = threading.Lock()
+        self._compiled = functools.lru_cache(64)(self._compile)
+
+    def read_tokenizer(self) -> Any:
+        """Return the tokenizer as llguidance has it, which is read once.
+
+        Raises:
+            RequestError: llguidance is not installed, or cannot read the tokenizer.
+        """
+        return self._tokenizer
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        try:
+            return llguidance_package().hf.from_tokenizer(self._source, eos_token=self._stop_ids)
+        except (ValueError, AttributeError) as error:
+            raise RequestError(f"answers of this tokenizer cannot be constrained: {error}") from None
+
+    def compile(self, grammar: Grammar) -> Any:
+        """Return a matcher at the beginning of the grammar, to be copied for each answer.
+
+        Raises:
+            RequestError: llguidance is not installed; or the grammar is malformed, has a keyword that is not supported,
+                or nothing satisfies it.
+        """
+        with self._lock:
+            return self._compiled(grammar)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        matcher = llguidance_package().LLMatcher
+        make = {
+            "json_schema": matcher.grammar_from_json_schema,
+            "regex": matcher.grammar_from_regex,
+            "lark": matcher.grammar_from_lark,
+        }
+        text = make[grammar.kind](grammar.text)
+        _, faults = matcher.validate_grammar_with_warnings(text, self._tokenizer)
+        if faults:
+            reason = "; ".join(line.strip() for line in faults[0].splitlines() if line.strip())
+            raise RequestError(f"{grammar.param} cannot be followed: {reason}", param=grammar.param)
+        return matcher(self._tokenizer, text, log_level=0)
+
+
+def llguidance_package() -> Any:
+    """Return the package llguidance, which an extra installs."""
+    try:
+        import llguidance  # an extra
+        import llguidance.hf
+    except ImportError:
+        raise RequestError(
+            "constrained answers need the package llguidance: pip install 'jaxft[constrained]'"
+        ) from None
+    return llguidance

@@ -1,0 +1,168 @@
+import asyncio
+import json
+import math
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxft.core.objectives import score_batch
+from jaxft.errors import RequestError
+from jaxft.rollout.calls import decode_support, logprobs_with_record, recorded_call
+from jaxft.rollout.chat_request import ChatRequest
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.current import recording
+from jaxft.rollout.grammar import call_grammar, is_endless
+from jaxft.rollout.recorder import Episode
+from jaxft.rollout.sequences import TokenSequence, token_sequences
+from jaxft.training.batch import BatchPlanner, Row, make_batch, score_tokens
+
+QUESTION = [{"role": "user", "content": "x?"}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "y"]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "pair", "schema": SCHEMA}}
+
+
+@pytest.fixture
+def client(policy):
+    return ChatClient(policy, "player")
+
+
+def ask(client, *requests):
+    """Replies to requests that are answered at once."""
+
+    async def main():
+        async with asyncio.timeout(120):
+            return await asyncio.gather(*(client.answer(request) for request in requests))
+
+    return asyncio.run(main())
+
+
+def request(**options):
+    return ChatRequest(messages=QUESTION, **({"seed": 3, "max_tokens": 60} | options))
+
+
+def ids_in(support):
+    """Ids of a recorded support."""
+    return np.flatnonzero(np.unpackbits(decode_support(support).view(np.uint8), bitorder="little"))
+
+
+def test_answers_match_their_grammars_and_others_keep_every_bit(client):
+    free = [request(seed=seed, max_tokens=20) for seed in range(3)]
+    alone = ask(client, *free)
+    grammars = [
+        request(response_format=FORMAT),
+        request(guided_regex="[0-9]{3}-(a|b)"),
+        request(guided_grammar='start: "yes" | "no"', temperature=0.0),
+        request(guided_regex="[ab]{4}", top_k=1),
+    ]
+    *with_grammar, one, two, three = ask(client, *grammars, *free)
+    assert [one.completion, two.completion, three.completion] == [reply.completion for reply in alone]
+    assert set(json.loads(with_grammar[0].content)) == {"a", "b"}
+    assert re.fullmatch("[0-9]{3}-(a|b)", with_grammar[1].content)
+    assert with_grammar[2].content in ("yes", "no") and re.fullmatch("[ab]{4}", with_grammar[3].content)
+    assert [reply.finish_reason for reply in with_grammar] == ["stop"] * 4
+    again = ask(client, *grammars[::-1])[::-1]  # other neighbours and slots
+    assert [reply.completion for reply in again] == [reply.completion for reply in with_grammar]
+
+
+def test_the_record_says_what_each_token_was_drawn_from(client, policy):
+    episode = Episode(run_seed=0, stream=0, rollout_index=0, example_id="a", generation=0)
+    with recording(episode):
+        ask(client, request(guided_regex="[ab]{3}", temperature=0.7))
+    (sequence,) = token_sequences(episode.calls)
+    completion = episode.calls[0].reply.completion
+    texts = policy.template.tokens
+    for support, token, allowed in zip(
+        completion.supports, completion.token_ids, completion.log_allowed_mass, strict=True
+    ):
+        ids = ids_in(support).tolist()
+        assert token in ids and allowed < 0
+        assert {texts.decoded_text(each) for each in ids} in ({"a", "b"}, {"<|end|>"})
+    assert completion.behavior_logprobs[-1] == pytest.approx(0.0, abs=1e-6)  # nothing else could follow
+    written = sequence.model_dump_json()
+    assert TokenSequence.model_validate_json(written) == sequence and written.count(completion.supports[0]) == 1
+    assert sequence.supports[-4:] == completion.supports and not any(sequence.supports[:-4])
+    record = json.loads(json.dumps(logprobs_with_record(episode.calls[0], texts.decoded_text)))
+    assert recorded_call(record).reply.completion == completion
+
+
+def test_filters_record_their_supports_and_free_answers_none(client, policy):
+    free, filtered, forbidden, shifted = ask(
+        client,
+        request(max_tokens=4),
+        request(max_tokens=4, top_k=5),
+        request(max_tokens=4, logit_bias={65: -math.inf}),
+        request(max_tokens=4, logit_bias={65: 1.0}, top_k=5),
+    )
+    assert free.completion.supports == shifted.completion.supports == []
+    assert [len(ids_in(each)) for each in filtered.completion.supports] == [5] * 4
+    assert ids_in(forbidden.completion.supports[0]).tolist() == [*range(65), *range(66, 262)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"response_format": FORMAT}, {"top_p": 0.8, "min_p": 0.01}], ids=["grammar", "filters"]
+)
+def test_the_trainer_recomputes_what_a_token_was_drawn_with(client, policy, options):
+    """The numerator of the ratio, over the recorded supports, is its recorded denominator."""
+    episode = Episode(run_seed=0, stream=0, rollout_index=0, example_id="a", generation=0)
+    with recording(episode):
+        ask(client, request(temperature=0.8, max_tokens=24, **options))
+    (row,) = token_sequences(episode.calls)
+    job = make_batch([Row(row, 0)], BatchPlanner(256), has_supports=True)
+    params = asyncio.run(policy.read(lambda params: params))
+    scores = score_tokens(job, partial(jax.jit(partial(score_batch, policy.model)), params))
+    mask = np.array(row.completion_mask)
+    recomputed = scores.logprobs[job.tokens][mask]
+    np.testing.assert_allclose(recomputed, np.array(row.behavior_logprobs)[mask], atol=1e-5)
+    assert np.abs(recomputed - np.array(row.sampler_logprobs)[mask]).max() > 0.01
+    np.testing.assert_array_equal(job.batch.sampler_logprobs[job.tokens][mask], np.float32(row.behavior_logprobs)[mask])
+
+
+def test_strict_functions_get_arguments_of_their_schema(client):
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
+    ]
+    named = {"type": "function", "function": {"name": "f"}}
+    one, other = ask(
+        client, request(tools=tools, tool_choice=named), request(tools=tools[:1], tool_choice="required", seed=4)
+    )
+    for reply in (one, other):
+        (call,) = reply.tool_calls
+        assert call.name == "f" and set(json.loads(call.arguments)) == {"a", "b"}
+    grammar = call_grammar(tools, has_name=False, behind=">", end="</call>").text
+    assert grammar.startswith("start: call0 | call1") and '"g>"' in grammar
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "not"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"uniqueItems": True}}}}, "uniqueItems"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "schema is false"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": []}}}}, "Unsatisfiable"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "xml"}}, "xml"),
+        ({"guided_regex": "(a"}, "unclosed group"),
+        ({"guided_grammar": "start: nothing"}, "nothing"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "more than one"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused_by_name(client, options, named):
+    with pytest.raises(RequestError, match=re.escape(named)):
+        ask(client, request(**options))
+
+
+def test_a_schema_whose_values_hold_themselves_is_refused(client):
+    node = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}
+    schema = {"$defs": {"node": node}, "anyOf": [{"$ref": "#/$defs/node"}]}
+    with pytest.raises(RequestError, match="nothing satisfies"):
+        ask(client, request(response_format={"type": "json_schema", "json_schema": {"schema": schema}}))
+    assert not is_endless({**schema, "anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}, schema)
