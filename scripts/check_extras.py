@@ -43,6 +43,7 @@ PURPOSES = {
     "envs": "environments of verifiers, tasks of reasoning-gym",
     "openai": "agents that use openai's client, models on a server",
     "serve": "`jaxft serve`, agents at an address",
+    "constrained": "answers of a JSON schema, regex or grammar",
     "langchain": "agents of LangChain",
     "pydantic-ai": "agents of pydantic-ai",
     "openai-agents": "agents of openai-agents",

@@ -80,7 +80,8 @@ def json_grammar(schema: Any) -> Grammar:
     """
     if is_endless(schema, schema):
         raise RequestError(
-            "response_format: nothing satisfies the schema: a required value holds itself", param="response_format"
+            "response_format has a schema that nothing satisfies: a required value holds itself",
+            param="response_format",
         )
     return Grammar("json_schema", json.dumps(_spaced(schema)), "response_format")
 

@@ -17,6 +17,7 @@ from jaxft import ChatRequest, Delta, Reply, ToolCall
 from jaxft.serving.schemas import (
     VARIABLES,
     AllowedCallers,
+    AnswerFormat,
     APIRequest,
     Caller,
     Count,
@@ -121,15 +122,15 @@ class MessagesTool(Cached):
     name: Name = Field(description="Name of the function.")
     description: str | None = Field(None, description="Purpose of the function.")
     input_schema: dict[str, Any] = Field(description="JSON schema of the arguments.")
-    strict: Ignored = Field(None, description="Arguments are a JSON object; sampling is not constrained further.")
+    strict: bool | None = Field(None, description="A forced call has arguments of the schema.")
     eager_input_streaming: Ignored = Field(None, description="Tool calls come whole, at the end.")
     input_examples: Annotated[Any, Refused("put them into the description", [])] = None
     defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
     allowed_callers: AllowedCallers = None
 
-    def as_tool(self) -> dict[str, Any]:
-        """Return the function in OpenAI's format."""
-        return function_tool(self.name, self.description, self.input_schema)
+    def as_tool(self, *, is_forced: bool) -> dict[str, Any]:
+        """Return the function in OpenAI's format, `strict` only if a call is forced."""
+        return function_tool(self.name, self.description, self.input_schema, is_forced and self.strict)
 
 
 class ToolChoice(RequestObject):
@@ -149,6 +150,12 @@ class ToolChoice(RequestObject):
     def as_choice(self) -> str | dict[str, Any]:
         """Return OpenAI's `tool_choice`."""
         return function_tool(self.name) if self.name else "required" if self.type == "any" else self.type
+
+
+class OutputConfig(AnswerFormat):
+    """Format of an answer."""
+
+    effort: Annotated[Any, Refused("ask for it in the prompt")] = None
 
 
 class MessagesRequest(APIRequest):
@@ -171,9 +178,7 @@ class MessagesRequest(APIRequest):
     speed: Ignored = Field(None, description="There is one speed.")
     diagnostics: Ignored = Field(None, description="Diagnostics tell of Anthropic's prompt cache.")
     thinking: Annotated[Any, Refused(VARIABLES, {"type": "adaptive"})] = None
-    output_config: Annotated[
-        Any, Refused("sampling is not constrained: ask for format and effort in the prompt", {})
-    ] = None
+    response_format: OutputConfig | None = Field(None, alias="output_config", description="`format`: JSON of a schema.")
     container: Annotated[Any, OWN_TOOLS] = None
     mcp_servers: Annotated[Any, Refused("give the agent the tools of the server", [])] = None
     context_management: Annotated[Any, Refused("send the conversation as it shall be read")] = None
@@ -198,7 +203,10 @@ class MessagesRequest(APIRequest):
         arguments = self.arguments(ChatRequest)
         system = [{"role": "system", "content": _texts(self.system)}] if self.system else []
         arguments["messages"] = system + [each for message in self.messages for each in _messages(message)]
-        arguments["tools"] = [tool.as_tool() for tool in self.tools or ()]
+        is_forced = self.tool_choice is not None and self.tool_choice.as_choice() not in ("auto", "none")
+        arguments["tools"] = [tool.as_tool(is_forced=is_forced) for tool in self.tools or ()]
+        if self.response_format is not None:
+            arguments["response_format"] = self.response_format.as_chat()
         if self.tool_choice is not None:
             arguments["tool_choice"] = self.tool_choice.as_choice()
             arguments["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use

@@ -14,6 +14,7 @@ from jaxft import ChatRequest, Delta, Reply, ToolCall
 from jaxft.serving.schemas import (
     VARIABLES,
     AllowedCallers,
+    AnswerFormat,
     Caller,
     ChatFields,
     Count,
@@ -139,14 +140,14 @@ class ResponsesTool(RequestObject):
     name: Name = Field(description="Name of the function.")
     description: str | None = Field(None, description="Purpose of the function.")
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(None, description="Arguments are a JSON object; sampling is not constrained further.")
+    strict: bool | None = Field(None, description="A forced call has arguments of the schema.")
     defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
     allowed_callers: AllowedCallers = None
     output_schema: Annotated[Any, Refused("put it into the description")] = None
 
-    def as_tool(self) -> dict[str, Any]:
-        """Return the function in the format of chat completions."""
-        return function_tool(self.name, self.description, self.parameters)
+    def as_tool(self, *, is_forced: bool) -> dict[str, Any]:
+        """Return the function in the format of chat completions, `strict` only if a call is forced."""
+        return function_tool(self.name, self.description, self.parameters, is_forced and self.strict)
 
 
 class ResponsesToolChoice(RequestObject):
@@ -154,6 +155,12 @@ class ResponsesToolChoice(RequestObject):
 
     type: Literal["function"]
     name: str = Field(description="The function that the answer must call.")
+
+
+class TextConfig(AnswerFormat):
+    """Format of an answer."""
+
+    verbosity: Annotated[Any, Refused("ask for it in the prompt", "medium")] = None
 
 
 class ResponsesRequest(ChatFields):
@@ -188,15 +195,7 @@ class ResponsesRequest(ChatFields):
         Any, Refused("log-probabilities come with chat completions", [], ["reasoning.encrypted_content"])
     ] = None
     top_logprobs: Annotated[Any, Refused("log-probabilities come with chat completions", 0)] = None
-    text: Annotated[
-        Any,
-        Refused(
-            "sampling is not constrained: ask for the format in the prompt, or give a tool with tool_choice",
-            {},
-            {"format": {"type": "text"}},
-            {"format": {"type": "text"}, "verbosity": "medium"},
-        ),
-    ] = None
+    response_format: TextConfig | None = Field(None, alias="text", description="`format`: JSON, of a schema or any.")
     reasoning: Annotated[Any, Refused(VARIABLES, {})] = None
     image: Annotated[Any, Refused("the policy reads text only")] = None
 
@@ -208,7 +207,10 @@ class ResponsesRequest(ChatFields):
         [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '?'}]
         """
         arguments = self.arguments(ChatRequest)
-        arguments["tools"] = [tool.as_tool() for tool in self.tools or ()]
+        is_forced = self.tool_choice not in (None, "auto", "none")
+        arguments["tools"] = [tool.as_tool(is_forced=is_forced) for tool in self.tools or ()]
+        if self.response_format is not None:
+            arguments["response_format"] = self.response_format.as_chat()
         if isinstance(self.tool_choice, ResponsesToolChoice):
             arguments["tool_choice"] = function_tool(self.tool_choice.name)
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -294,7 +296,7 @@ def _status(reply: Reply) -> str:
 
 UNVARIED = {
     **{"object": "response", "error": None, "previous_response_id": None, "store": False, "background": False},
-    **{"truncation": "disabled", "text": {"format": {"type": "text"}}, "metadata": {}},
+    **{"truncation": "disabled", "metadata": {}},
 }
 """Fields of every response."""
 
@@ -314,6 +316,7 @@ def _response(
         "instructions": asked.instructions,
         "max_output_tokens": asked.max_tokens,
         "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "text": {"format": (asked.response_format and asked.response_format.format) or {"type": "text"}},
         "temperature": 1.0 if asked.temperature is None else asked.temperature,
         "tool_choice": choice.model_dump() if isinstance(choice, ResponsesToolChoice) else choice or "auto",
         "tools": [tool.model_dump(exclude_unset=True) for tool in asked.tools or ()],

@@ -131,9 +131,11 @@ class Like:
         return handler(self._adapter.core_schema)
 
 
-def function_tool(name: str, description: str | None = None, parameters: Any = None) -> dict[str, Any]:
+def function_tool(
+    name: str, description: str | None = None, parameters: Any = None, strict: bool | None = None
+) -> dict[str, Any]:
     """Return a function in the format of chat completions, or with its name alone, the choice to call it."""
-    given = {"name": name, "description": description, "parameters": parameters}
+    given = {"name": name, "description": description, "parameters": parameters, "strict": strict or None}
     return {"type": "function", "function": {name: each for name, each in given.items() if each is not None}}
 
 
@@ -141,6 +143,17 @@ class RequestObject(BaseModel):
     """An object in a request. Unknown fields are refused, and no value is turned into one of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class AnswerFormat(RequestObject):
+    """Format of an answer in responses and messages."""
+
+    format: dict[str, Any] | None = Field(None, description="`text`; `json_object`; or `json_schema` with a schema.")
+
+    def as_chat(self) -> dict[str, Any] | None:
+        """Return it as chat completions have it: the schema in an object of its own."""
+        is_schema = self.format is not None and self.format.get("type") == "json_schema"
+        return {"type": "json_schema", "json_schema": self.format} if is_schema else self.format
 
 
 class APIRequest(RequestObject):
@@ -151,6 +164,8 @@ class APIRequest(RequestObject):
         None, description="An episode may set its own, as evaluations do."
     )
     top_p: Annotated[float, Field(gt=0, le=1), AS_SENT] | None = Field(None, description="Nucleus sampling.")
+    guided_regex: str | None = Field(None, description="Regular expression that the whole answer matches.")
+    guided_grammar: str | None = Field(None, description="Grammar of the whole answer, in the notation of Lark.")
     stream: bool | None = Field(
         None, description="Server-sent events; tool calls and token ids come whole, at the end."
     )
@@ -239,13 +254,9 @@ class CompletionFields(OpenAIRequest):
     )
     frequency_penalty: Annotated[Any, Refused("sampling has no penalties", 0)] = None
     presence_penalty: Annotated[Any, Refused("sampling has no penalties", 0)] = None
-    response_format: Annotated[
-        Any,
-        Refused(
-            "sampling is not constrained: ask for the format in the prompt, or give a tool with tool_choice",
-            {"type": "text"},
-        ),
-    ] = None
+    response_format: dict[str, Any] | None = Field(
+        None, description="`text`; `json_object`; or `json_schema` with a schema, which the answer then satisfies."
+    )
     top_k: Annotated[int, Field(ge=-1, le=MAX_INTEGER), AfterValidator(lambda value: max(value, 0))] | None = Field(
         None, description="Number of most likely tokens to draw from; 0 or -1 for all."
     )
@@ -270,7 +281,7 @@ class CompletionFields(OpenAIRequest):
     truncate_prompt_tokens: Annotated[Any, Refused("set llms.<name>.long_prompts in the configuration")] = None
     skip_special_tokens: Annotated[Any, Refused("text never has control tokens, token ids do", True)] = None
     spaces_between_special_tokens: Annotated[Any, Refused("text never has control tokens, token ids do", True)] = None
-    structured_outputs: Annotated[Any, Refused("sampling is not constrained")] = None
+    structured_outputs: Annotated[Any, Refused("use response_format, guided_regex or guided_grammar")] = None
 
     @property
     def include_usage(self) -> bool:

@@ -131,10 +131,15 @@ def test_an_error_that_is_no_ones_fault_is_a_500_of_one_line(make_policy, ask, s
 
 
 LONG = "x" * 200
+UNIQUE = {"type": "json_schema", "json_schema": {"type": "json_schema", "name": "a", "schema": {"uniqueItems": True}}}
 REFUSALS = [
     ("chat.completions", {"model": "plaxer"}, "model", "model_not_found", "player"),
     ("chat.completions", {"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter", "0.5"),
     ("chat.completions", {"temperature": -1}, "temperature", None, "-1"),
+    ("chat.completions", {"response_format": {"type": "xml"}}, "response_format", None, "xml"),
+    ("chat.completions", {"response_format": UNIQUE}, "response_format", None, "uniqueItems"),
+    ("responses", {"text": {"format": UNIQUE["json_schema"]}}, "text", None, "uniqueItems"),
+    ("messages", {"output_config": {"format": UNIQUE["json_schema"]}}, "invalid_request_error", None, "uniqueItems"),
     ("chat.completions", {"messages": []}, "messages", None, "messages"),
     ("chat.completions", {"messages": [{"role": "poet", "content": ""}]}, None, None, "poet"),
     (

@@ -115,6 +115,14 @@ TAKEN = {
     "tool_choice": "none",
     (MESSAGES, "tool_choice"): ({"type": "none"}, {"tool_choice": "none"}),
     (COMPLETIONS, "logprobs"): (3, {"top_logprobs": 3}),
+    "response_format": {"type": "json_object"},
+    "text": ({"format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
+    "output_config": (
+        {"format": {"type": "json_schema", "schema": {}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"type": "json_schema", "schema": {}}}},
+    ),
+    "guided_regex": "a",
+    "guided_grammar": "start: 'a'",
     "logprobs": True,
     "top_logprobs": 2,
 }
