@@ -5,11 +5,9 @@ Letters: `B` rows, `T` tokens, `C` columns of a page table, `S` tokens attended 
 key/value heads, `N` heads, `h` head width.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -17,16 +15,27 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.sharding import Sharding, compute_devices, compute_platform
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
-from jaxft.models.config import Activation, DecoderConfig, LayerKind, LoraSpec
+from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention
-from jaxft.models.layers import GATE_UP, QKV, Angles, Linear, RMSNorm, head_shards, rotary_angles, rotate, split_outputs
+from jaxft.models.layers import (
+    QKV,
+    Angles,
+    FeedForward,
+    Linear,
+    RMSNorm,
+    by_heads,
+    by_rows,
+    head_shards,
+    make_norm,
+    rotary_angles,
+    rotate,
+)
 from jaxft.models.lora import joined_adapter
 from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
 from jaxft.models.rope import Rope
 
-PROJECTED, WIDENED = "attention projections", "feed-forward projections"
-"""Checkpoint names of the outputs of all projections but the last, whose output no gradient needs. An adapter's product
-is saved within its projection's."""
+PROJECTED = "attention projections"
+"""Checkpoint name of the outputs of attention's projections. An adapter's product is saved within its projection's."""
 
 
 class Context(NamedTuple):
@@ -69,21 +78,6 @@ def make_context(
             seen = visible_keys(keys[None], keys, window, segment_ids, segment_ids)
             visible[window] = jnp.broadcast_to(seen, (rows, length, length))
     return Context(angles, visible, segment_ids, None, sharding, in_halves=False)
-
-
-def by_rows(sharding: Sharding | None, tree: Any) -> Any:
-    """Constrain arrays, on a mesh, so that only their rows are sharded."""
-    return tree if sharding is None else sharding.constrain_rows(tree)
-
-
-def by_heads(sharding: Sharding | None, tree: Any) -> Any:
-    """Constrain activations `[B T N ...]`, on a mesh, so that rows and heads (or width) are sharded."""
-    return tree if sharding is None else sharding.constrain_heads(tree)
-
-
-def make_norm(config: DecoderConfig, shape: int | tuple[int, ...]) -> RMSNorm:
-    """Return a norm of this shape as the model has it."""
-    return RMSNorm(shape, config.rms_norm_eps, config.norm_offset)
 
 
 class Attention(nnx.Module):
@@ -214,41 +208,6 @@ def kernel_for(q: Float[Array, "B T H h"], scores: Scores, context: Context) -> 
     return choice.kernel
 
 
-ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
-}
-
-
-class FeedForward(nnx.Module):
-    """A gated feed-forward layer (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
-
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
-        hidden, width = config.hidden_size, config.intermediate_size
-
-        def linear(names: Sequence[str], inputs: int, outputs: int) -> Linear:
-            adapter = joined_adapter(lora, [f"mlp/{name}" for name in names])
-            return Linear(inputs, outputs, config.mlp_bias, rngs, is_joined, adapter)
-
-        if is_joined:
-            self.gate_up_proj = linear(GATE_UP, hidden, 2 * width)
-        else:
-            self.gate_proj = linear(["gate_proj"], hidden, width)
-            self.up_proj = linear(["up_proj"], hidden, width)
-        self.down_proj = linear(["down_proj"], width, hidden)
-        self.width, self.is_joined = width, is_joined
-        self.activate = ACTIVATIONS[config.activation]
-
-    def __call__(self, x: Float[Array, "B T D"], sharding: Sharding | None) -> Float[Array, "B T D"]:
-        if self.is_joined:
-            both = by_heads(sharding, self.gate_up_proj(x))
-            gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
-        else:
-            gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
-        return self.down_proj(by_heads(sharding, self.activate(gate) * up))
-
-
 class Block(nnx.Module):
     """Attention and feed-forward, each added to the residual stream; their inputs, outputs or both are normed.
 
@@ -259,11 +218,11 @@ class Block(nnx.Module):
         self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool = False, lora: LoraSpec | None = None
     ) -> None:
         before, after = config.norm_places != "after", config.norm_places != "before"
-        self.input_layernorm = make_norm(config, config.hidden_size) if before else None
         self.self_attn = Attention(config, rngs, is_joined, lora)
+        self.mlp = FeedForward(config, rngs, is_joined, lora)
+        self.input_layernorm = make_norm(config, config.hidden_size) if before else None
         self.attention_output_norm = make_norm(config, config.hidden_size) if after else None
         self.post_attention_layernorm = make_norm(config, config.hidden_size) if before else None
-        self.mlp = FeedForward(config, rngs, is_joined, lora)
         self.mlp_output_norm = make_norm(config, config.hidden_size) if after else None
         self.residual_scale = config.residual_scale
 

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform, constrain, gather_params
 from jaxft.core.types import Model, Params
-from jaxft.models.block import PROJECTED, WIDENED, Block, by_rows, make_context, make_norm
+from jaxft.models.block import PROJECTED, Block, make_context
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.flash import saves_kernels
-from jaxft.models.layers import decoding_layer, look_up, project_to_vocabulary
+from jaxft.models.layers import WIDENED, by_rows, decoding_layer, look_up, make_norm, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, init_pages, page_axis
 

@@ -1,12 +1,13 @@
-"""A family of models is two tables: the keys of its `config.json`, and the tensors of its files."""
+"""A family of models is two tables: the keys of its `config.json`, read here, and the tensors of its files."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from jaxft.errors import ModelFileError
-from jaxft.models.config import DecoderConfig
+from jaxft.models.config import DecoderConfig, LayerKind
+from jaxft.models.rope import SCALINGS, LongRopeScaling, Rope, RopeScaling
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Types of layers, as `layer_types` in a `config.json` has them."""
@@ -62,6 +63,12 @@ class Keys:
         if value not in options:
             raise self.fault(key, f"one of {', '.join(map(repr, options))}")
         return str(value)
+
+    def typed(self, key: str, hint: Any) -> Any:
+        """Return a value of the type that a field has."""
+        readers: dict[Any, Callable[[str], Any]] = {int: self.integer, bool: self.flag, tuple[float, ...]: self.numbers}
+        readers |= {float: self.number, float | None: self.number}
+        return readers[hint](key) if hint in readers else self.choice(key, get_args(hint))
 
     def table(self, key: str) -> dict[str, Any]:
         """Return an object, empty if the key is absent or null."""
@@ -261,3 +268,131 @@ class Family:
         held = self.all_keys
         common = {name: value for name, value in COMMON_DEFAULTS.items() if name in held or name.startswith("rope_")}
         return {**common, **self.defaults}
+
+
+def read_family_config(family: Family, keys: Keys) -> DecoderConfig:
+    """Return the config that the keys of a family's file give.
+
+    Raises:
+        ModelFileError: a key is missing, has the wrong type, or asks for what the decoder lacks.
+    """
+    read = [(key.fields, _read_key(key, keys)) for key in family.all_keys.values()]
+    given = {name: value for names, value in read for name in names}
+    try:
+        config = DecoderConfig(family.name, pattern=_read_pattern(family, keys), **{**given, **family.arithmetic})
+        return replace(config, **family.derived(config))
+    except ModelFileError:
+        raise
+    except ValueError as error:
+        raise ModelFileError(f"{keys.file}: {error}") from error
+
+
+def _read_key(key: Key, keys: Keys) -> Any:
+    """Return the value that a key gives to its fields; where it is null, two follow from other keys."""
+    hint, is_null = get_type_hints(DecoderConfig)[key.fields[0]], keys.is_null(key.name)
+    if key.name == "num_key_value_heads" and is_null:
+        return keys.integer("num_attention_heads")
+    if key.name == "head_dim" and is_null:
+        hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+        if hidden_size % num_heads:
+            place = f"{keys.file}: hidden_size {hidden_size} does not divide over {num_heads} heads"
+            raise ModelFileError(f"{place}, and there is no head_dim")
+        return hidden_size // num_heads
+    return None if hint == float | None and is_null else key.read(keys.typed(key.name, hint))
+
+
+def _read_pattern(family: Family, keys: Keys) -> tuple[LayerKind, ...]:
+    """Return the kinds of all layers."""
+    types = _read_layer_types(family, keys)
+    window = keys.integer("sliding_window") if SLIDING in types else None
+    ropes = _read_ropes(family, keys)
+    return tuple(
+        LayerKind(window if kind == SLIDING else None, ropes[kind] if has_rope else None)
+        for kind, has_rope in zip(types, family.has_rope(keys), strict=True)
+    )
+
+
+def _read_layer_types(family: Family, keys: Keys) -> list[str]:
+    switch, given = family.window_switch, keys.values.get("layer_types")
+    has_window = not keys.is_null("sliding_window") and (switch is None or keys.flag(switch))
+    usual = list(family.layer_types(keys)) if given is None or not family.lists_types else []
+    if given is None:
+        return usual
+    if not isinstance(given, list) or len(given) != keys.num_layers or not set(map(str, given)) <= {FULL, SLIDING}:
+        raise keys.fault("layer_types", f"a list of {keys.num_layers}, each {FULL!r} or {SLIDING!r}")
+    if not family.lists_types and given != usual:
+        raise keys.fault("layer_types", f"only {usual[0]!r}, which the sliding_window of a {family.name} asks for")
+    if SLIDING in given and not has_window:
+        raise keys.fault("layer_types", f"{FULL!r} only, as there is no sliding_window in use")
+    return given
+
+
+def _read_ropes(family: Family, keys: Keys) -> dict[str, Rope]:
+    """Return the rotary positions of each type of layer.
+
+    Version 5 writes `rope_parameters`, with a table for each type where they differ; version 4 writes `rope_theta`
+    beside `rope_scaling`, which may be null and is that of layers that see all tokens.
+    """
+    scaling, parameters = keys.table("rope_scaling"), keys.table("rope_parameters")
+    if family.local_rope_theta is None:
+        return dict.fromkeys((FULL, SLIDING), _read_rope(family, keys, [scaling, parameters], family.rope_theta))
+    inner = Keys(keys.file, parameters)
+    if parameters and not set(parameters) <= {FULL, SLIDING}:
+        raise keys.fault("rope_parameters", f"an object with {FULL!r} and {SLIDING!r}")
+    local = Keys(keys.file, {name: value for name, value in keys.values.items() if name != "rope_theta"})
+    if family.local_rope_key in keys.values:
+        local = Keys(keys.file, {**local.values, "rope_theta": keys.values[family.local_rope_key]})
+    return {
+        FULL: _read_rope(family, keys, [scaling, inner.table(FULL)], family.rope_theta),
+        SLIDING: _read_rope(family, local, [inner.table(SLIDING)], family.local_rope_theta),
+    }
+
+
+def _read_rope(family: Family, keys: Keys, tables: list[dict[str, Any]], default_theta: float) -> Rope:
+    """Return rotary positions by tables of their parameters, of which the first that is not empty counts."""
+    tables = [table for table in tables if table]
+    rope = Keys(keys.file, tables[0] if tables else {})
+    thetas = {Keys(keys.file, each).number("rope_theta") for each in (keys.values, *tables) if "rope_theta" in each}
+    if len(thetas) > 1:
+        raise ModelFileError(f"{keys.file}: rope_theta has several values, {sorted(thetas)}; wanted one")
+    name = rope.values.get("rope_type", rope.values.get("type", "default"))
+    kind = family.rope_types.get(name, name)
+    if kind not in ("default", *SCALINGS):
+        supported = ", ".join(map(repr, ("default", *SCALINGS)))
+        raise ModelFileError(f"{keys.file}: rope_type is {name!r}; supported are {supported}")
+    scaling = None if kind == "default" else _read_scaling(SCALINGS[kind], keys, rope)
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", family.query_growth_key}
+    known |= {"max_position_embeddings", "original_max_position_embeddings"}
+    known |= {field.name for each in SCALINGS.values() for field in fields(each)} - {"is_long"} | {"finetuned"}
+    unknown = sorted({key for table in tables for key, value in table.items() if value is not None} - known)
+    if unknown:
+        raise ModelFileError(f"{keys.file}: the rotary parameters hold {unknown}, which is not supported")
+    shares = [Keys(keys.file, each) for each in (keys.values, *tables) if each.get("partial_rotary_factor") is not None]
+    if not family.has_partial_rope:
+        for each in shares:
+            if each.values["partial_rotary_factor"] != 1:
+                raise each.fault("partial_rotary_factor", "1: rotary positions on whole heads")
+    share = shares[-1].number("partial_rotary_factor") if shares else 1.0
+    growth = rope.values.get(family.query_growth_key or "")
+    return Rope(
+        theta=thetas.pop() if thetas else default_theta,
+        scaling=scaling,
+        share=share,
+        query_growth=0.0 if growth is None else rope.number(family.query_growth_key or ""),
+    )
+
+
+def _read_scaling(kind: type[RopeScaling], keys: Keys, rope: Keys) -> RopeScaling:
+    """Return the scaling of rotary parameters; some files have its lengths beside them."""
+    own = {name: value for name, value in rope.values.items() if value is not None}
+    if kind is LongRopeScaling:
+        length = own.setdefault("original_max_position_embeddings", keys.values.get("original_max_position_embeddings"))
+        if isinstance(length, int) and length > 0:
+            own.setdefault("factor", keys.integer("max_position_embeddings") / length)
+    table, hints, read = Keys(rope.file, own), get_type_hints(kind), dict[str, Any]()
+    for each in fields(kind):
+        if each.name != "is_long" and (each.name in own or each.default is MISSING):
+            # A factor of 0 is as good as none, and stays for the export.
+            is_zero = hints[each.name] == float | None and own.get(each.name) == 0
+            read[each.name] = 0.0 if is_zero else table.typed(each.name, hints[each.name])
+    return kind(**read)

@@ -1,85 +1,37 @@
-"""Import and export of weights in Hugging Face's file format.
+"""Export of weights in Hugging Face's file format, and the tensors that the files of a model have.
 
 A file has one tensor per layer and kernels as `[out, in]`; our parameters stack the layers on axis 0 and have kernels
 as `[in, out]`. The family's table says which tensor holds which parameters (`jaxft.models.families`).
 """
 
+import contextlib
+import json
 import os
+import shutil
+import struct
+import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import SingleDeviceSharding
+from flax.traverse_util import flatten_dict
 
-from jaxft.core.sharding import Sharding, to_host
+from jaxft.core.sharding import to_host
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
+from jaxft.files import home_path, sync_folder, write_manifest
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import parameter_shapes
 from jaxft.models.families import FAMILIES
 from jaxft.models.hf_config import CONFIG, GENERATION, config_json, source_files
-from jaxft.models.hf_files import (
-    DTYPES,
-    INDEX,
-    WEIGHTS,
-    StoredTensor,
-    new_folder,
-    put_transposed,
-    read_tensor,
-    save_tokenizer,
-    scratch,
-    stored_tensors,
-    tensor_rows,
-    write_json,
-    write_tensors,
-)
+from jaxft.models.hf_files import DTYPES, INDEX, WEIGHTS, Tensor, load_json
 
-
-class Tensor(NamedTuple):
-    """A tensor of a file, or one for each layer, and the parameters that it holds.
-
-    Attributes:
-        name: its name; `*` stands for the index of the layer.
-        paths: parameters whose outputs it holds one after the other; mostly one.
-        shapes: shapes of the parameters, stacked over layers.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-
-    @property
-    def is_per_layer(self) -> bool:
-        """True if there is one for each layer."""
-        return "*" in self.name
-
-    @property
-    def is_transposed(self) -> bool:
-        """True if the file has it as `[out, in]`."""
-        return self.paths[0].endswith("/kernel")
-
-    @property
-    def names(self) -> list[str]:
-        """Names in the file, in order of layers."""
-        return [self.name.replace("*", str(i)) for i in range(self.shapes[0][0])] if self.is_per_layer else [self.name]
-
-    @property
-    def part_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of each parameter in the file, for one layer."""
-        shapes = [shape[1:] if self.is_per_layer else shape for shape in self.shapes]
-        return [shape[::-1] if self.is_transposed else shape for shape in shapes]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape in the file."""
-        parts = self.part_shapes
-        return sum(shape[0] for shape in parts), *parts[0][1:]
+CARD = "README.md"
+"""File of a model card."""
 
 
 @cache
@@ -99,127 +51,6 @@ def file_tensors(config: DecoderConfig) -> list[Tensor]:
     if wrong:
         raise ValueError(f"the table of tensors of {config.family} needs one place for each of {', '.join(wrong)}")
     return tensors
-
-
-PREFIXES = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-"""Beginnings of names in files of several modalities, and what the text model's own files have in their place."""
-
-OTHER_MODALITIES = tuple(
-    f"{prefix}{part}."
-    for prefix in ("", "model.")
-    for part in ("vision_tower", "vision_model", "multi_modal_projector")
-)
-"""Beginnings of the names of tensors that no text needs."""
-
-
-def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of the text model, by their names in its own files.
-
-    >>> tensor = StoredTensor(Path("f"), "F32", (2,), 8)
-    >>> list(text_tensors({"language_model.model.norm.weight": tensor, "vision_tower.a": tensor}))
-    ['model.norm.weight']
-    """
-    if not any(name.startswith(prefix) for name in stored for prefix, _ in PREFIXES):
-        return stored
-    named = {}
-    for name, tensor in stored.items():
-        if not name.startswith(OTHER_MODALITIES):
-            prefix, own = next((pair for pair in PREFIXES if name.startswith(pair[0])), ("", ""))
-            named[own + name.removeprefix(prefix)] = tensor
-    return named
-
-
-def read_weights(folder: Path, config: DecoderConfig, dtype: np.dtype[Any], sharding: Sharding | None = None) -> Params:
-    """Read the parameters of a decoder from the safetensors of a model folder, cast to `dtype`, onto their devices.
-
-    Raises:
-        ModelFileError: a file is absent, is corrupt or does not match the config.
-    """
-    stored, tensors = text_tensors(stored_tensors(folder)), file_tensors(config)
-    _check_stored(folder, stored, tensors)
-    one_device = SingleDeviceSharding(jnp.zeros(()).device)
-    flat = {}
-    for tensor in tensors:
-        first = 0
-        for path, shape, in_file in zip(tensor.paths, tensor.shapes, tensor.part_shapes, strict=True):
-            target = one_device if sharding is None else sharding.leaf_sharding(path, shape)
-            parts = (tensor_rows(stored[name], first, in_file[0]) for name in tensor.names)
-            flat[path] = _read_parameter(tensor, shape, parts, dtype, target)
-            first += in_file[0]
-    return unflatten_dict(flat, sep="/")
-
-
-def _read_parameter(
-    tensor: Tensor, shape: tuple[int, ...], parts: Iterable[StoredTensor], dtype: Any, sharding: jax.sharding.Sharding
-) -> jax.Array:
-    """Read a parameter layer by layer, sliced for the devices that hold it."""
-    cuts: Any = sharding.addressable_devices_indices_map(shape)
-    shares = {str(cut): (cut, scratch(sharding.shard_shape(shape), dtype)) for cut in cuts.values()}
-    for layer, stored in enumerate(parts):
-        values = read_tensor(stored)
-        for cut, share in shares.values():
-            part, of_layer = (share[layer], cut[1:]) if tensor.is_per_layer else (share, cut)
-            if tensor.is_transposed:
-                put_transposed(part, values[of_layer[::-1]])
-            else:
-                part[...] = values[of_layer]
-    arrays, waiting = [], [str(cut) for cut in cuts.values()]
-    for device in cuts:
-        own = waiting.pop(0)
-        share = shares[own][1] if own in waiting else shares.pop(own)[1]  # freed after its last device
-        arrays.append(jax.block_until_ready(jax.device_put(share, device)))
-        del share
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-
-def _check_stored(folder: Path, stored: dict[str, StoredTensor], tensors: Sequence[Tensor]) -> None:
-    extra = dict(stored)
-    for tensor in tensors:
-        wanted = tensor.shape
-        for name in tensor.names:
-            found = extra.pop(name, None)
-            if found is None:
-                hint = "download the file again, or take the config.json that belongs to it"
-                if tensor.paths == ("lm_head",):
-                    hint = "is tie_word_embeddings missing in config.json?"
-                raise ModelFileError(f"{_weight_files(folder, stored)}: no tensor {name!r}, wanted {wanted}; {hint}")
-            if found.dtype not in DTYPES:
-                raise ModelFileError(
-                    f"{found.file}: tensor {name!r} has dtype {found.dtype}; wanted one of {', '.join(DTYPES)}"
-                )
-            if found.shape != wanted:
-                raise ModelFileError(
-                    f"{found.file}: tensor {name!r} has shape {found.shape}; config.json asks for {wanted}"
-                )
-    head = extra.pop("lm_head.weight", None)
-    if head is not None:
-        _check_tied(head, stored["model.embed_tokens.weight"])
-    # Rotary frequencies that old versions stored: they follow from the config.
-    unknown = [name for name in extra if not name.endswith("rotary_emb.inv_freq")]
-    if unknown:
-        name = min(unknown)
-        raise ModelFileError(
-            f"{extra[name].file}: tensor {name!r} has no place in the model of config.json ({len(unknown)} such); "
-            "take the config.json that belongs to these weights, or export them without it"
-        )
-
-
-def _weight_files(folder: Path, stored: dict[str, StoredTensor]) -> Path:
-    files = {tensor.file for tensor in stored.values()}
-    return files.pop() if len(files) == 1 else folder / INDEX
-
-
-def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
-    is_same_kind = head.dtype == embedding.dtype and head.shape == embedding.shape
-    if not is_same_kind or not np.array_equal(read_tensor(head), read_tensor(embedding)):
-        raise ModelFileError(
-            f"{head.file}: tensor 'lm_head.weight' differs from the embedding, though tie_word_embeddings is true in "
-            "config.json; set it to false to use both"
-        )
 
 
 def save_model(
@@ -334,3 +165,66 @@ def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
         values = np.asarray(to_host(whole[layer] if tensor.is_per_layer else whole))
         parts.append(values.T if tensor.is_transposed else values)
     return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
+
+
+@contextlib.contextmanager
+def new_folder(folder: str | os.PathLike[str], card: str | None = None) -> Iterator[Path]:
+    """Yield a temporary folder; at the end, write its manifest and rename it to `folder`, which is complete or absent.
+
+    A model card, the text of `README.md`, is not in the manifest, as its owner may edit it.
+
+    Raises:
+        ModelFileError: the folder exists and is not empty.
+    """
+    folder = home_path(folder).absolute()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelFileError(f"{folder} exists and is not an empty folder; choose another one, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        write_manifest(unfinished)
+        if card is not None:
+            (unfinished / CARD).write_text(card, encoding="utf-8")
+        unfinished.rename(folder)
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def write_json(file: Path, values: dict[str, Any]) -> None:
+    """Write a JSON object with sorted keys, so that equal values give equal bytes."""
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def save_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write a tokenizer's files; versions 4 of transformers do not know the name that 5 gives to the class."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    if file.is_file() and (values := load_json(file)).get("tokenizer_class") == "TokenizersBackend":
+        write_json(file, values | {"tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def write_tensors(
+    file: Path, kinds: dict[str, tuple[np.dtype[Any], tuple[int, ...]]], values: Iterable[np.ndarray]
+) -> None:
+    """Write a safetensors file tensor by tensor; the library itself needs all of them in memory at once.
+
+    Args:
+        kinds: dtype (one of `DTYPES`) and shape of each tensor, by its name.
+        values: values of each tensor, in the same order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without it
+    names, offset = {dtype: name for name, dtype in DTYPES.items()}, 0
+    for name, (dtype, shape) in kinds.items():
+        size = int(np.prod(shape)) * dtype.itemsize
+        header[name] = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for each in values:
+            np.ascontiguousarray(each).tofile(stream)

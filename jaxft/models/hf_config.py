@@ -8,14 +8,14 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from jaxft.errors import ModelFileError
-from jaxft.models.config import DecoderConfig, LayerKind
+from jaxft.models.config import DecoderConfig
 from jaxft.models.families import FAMILIES, WRAPPERS
-from jaxft.models.family import FULL, SLIDING, Family, Key, Keys
+from jaxft.models.family import FULL, SLIDING, Family, Keys, read_family_config
 from jaxft.models.hf_files import load_json
-from jaxft.models.rope import SCALINGS, LongRopeScaling, Rope, RopeScaling
+from jaxft.models.rope import SCALINGS, Rope
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WRAPPER, IGNORED = "wrapper", "ignored_keys"
@@ -135,14 +135,7 @@ def decoder_config(
         )
     keys = Keys(file, {**family.all_defaults, **values})
     _check_keys(family, keys, ignored_keys)
-    given = {name: value for key in family.all_keys.values() for name, value in _read_key(key, keys).items()}
-    try:
-        config = DecoderConfig(family=name, pattern=_read_pattern(family, keys), **{**given, **family.arithmetic})
-        return replace(config, **family.derived(config))
-    except ModelFileError:
-        raise
-    except ValueError as error:
-        raise ModelFileError(f"{file}: {error}") from error
+    return read_family_config(family, keys)
 
 
 def _check_keys(family: Family, keys: Keys, ignored_keys: Sequence[str]) -> None:
@@ -163,140 +156,6 @@ def _check_keys(family: Family, keys: Keys, ignored_keys: Sequence[str]) -> None
             f"{keys.file}: the meaning of {', '.join(unknown.values())} is not known for a {family.name}; if it "
             f"changes no arithmetic, set ignored_keys: {json.dumps([*unknown])} beside the model's path"
         )
-
-
-def _read_key(key: Key, keys: Keys) -> dict[str, Any]:
-    """Return the fields that a key gives."""
-    hint = get_type_hints(DecoderConfig)[key.fields[0]]
-    if key.name == "num_key_value_heads" and keys.is_null(key.name):
-        value: Any = keys.integer("num_attention_heads")
-    elif key.name == "head_dim" and keys.is_null(key.name):
-        value = _head_dim(keys)
-    elif hint is int:
-        value = keys.integer(key.name)
-    elif hint is bool:
-        value = keys.flag(key.name)
-    elif hint is float:
-        value = keys.number(key.name)
-    elif hint == float | None:
-        value = None if keys.is_null(key.name) else keys.number(key.name)
-    else:
-        value = keys.choice(key.name, get_args(hint))
-    return dict.fromkeys(key.fields, None if value is None else key.read(value))
-
-
-def _head_dim(keys: Keys) -> int:
-    hidden_size, num_heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    if hidden_size % num_heads:
-        raise ModelFileError(
-            f"{keys.file}: hidden_size {hidden_size} does not divide over {num_heads} heads, and there is no head_dim"
-        )
-    return hidden_size // num_heads
-
-
-def _read_pattern(family: Family, keys: Keys) -> tuple[LayerKind, ...]:
-    """Return the kinds of all layers."""
-    types = _read_layer_types(family, keys)
-    window = keys.integer("sliding_window") if SLIDING in types else None
-    ropes = _read_ropes(family, keys)
-    return tuple(
-        LayerKind(window if kind == SLIDING else None, ropes[kind] if has_rope else None)
-        for kind, has_rope in zip(types, family.has_rope(keys), strict=True)
-    )
-
-
-def _read_layer_types(family: Family, keys: Keys) -> list[str]:
-    switch, given = family.window_switch, keys.values.get("layer_types")
-    has_window = not keys.is_null("sliding_window") and (switch is None or keys.flag(switch))
-    usual = list(family.layer_types(keys)) if given is None or not family.lists_types else []
-    if given is None:
-        return usual
-    if not isinstance(given, list) or len(given) != keys.num_layers or not set(map(str, given)) <= {FULL, SLIDING}:
-        raise keys.fault("layer_types", f"a list of {keys.num_layers}, each {FULL!r} or {SLIDING!r}")
-    if not family.lists_types and given != usual:
-        raise keys.fault("layer_types", f"only {usual[0]!r}, which the sliding_window of a {family.name} asks for")
-    if SLIDING in given and not has_window:
-        raise keys.fault("layer_types", f"{FULL!r} only, as there is no sliding_window in use")
-    return given
-
-
-def _read_ropes(family: Family, keys: Keys) -> dict[str, Rope]:
-    """Return the rotary positions of each type of layer.
-
-    Version 5 writes `rope_parameters`, with a table for each type where they differ; version 4 writes `rope_theta`
-    beside `rope_scaling`, which may be null and is that of layers that see all tokens.
-    """
-    scaling, parameters = keys.table("rope_scaling"), keys.table("rope_parameters")
-    if family.local_rope_theta is None:
-        return dict.fromkeys((FULL, SLIDING), _read_rope(family, keys, [scaling, parameters], family.rope_theta))
-    inner = Keys(keys.file, parameters)
-    if parameters and not set(parameters) <= {FULL, SLIDING}:
-        raise keys.fault("rope_parameters", f"an object with {FULL!r} and {SLIDING!r}")
-    local = Keys(keys.file, {name: value for name, value in keys.values.items() if name != "rope_theta"})
-    if family.local_rope_key in keys.values:
-        local = Keys(keys.file, {**local.values, "rope_theta": keys.values[family.local_rope_key]})
-    return {
-        FULL: _read_rope(family, keys, [scaling, inner.table(FULL)], family.rope_theta),
-        SLIDING: _read_rope(family, local, [inner.table(SLIDING)], family.local_rope_theta),
-    }
-
-
-def _read_rope(family: Family, keys: Keys, tables: list[dict[str, Any]], default_theta: float) -> Rope:
-    """Return rotary positions by tables of their parameters, of which the first that is not empty counts."""
-    tables = [table for table in tables if table]
-    rope = Keys(keys.file, tables[0] if tables else {})
-    thetas = {Keys(keys.file, each).number("rope_theta") for each in (keys.values, *tables) if "rope_theta" in each}
-    if len(thetas) > 1:
-        raise ModelFileError(f"{keys.file}: rope_theta has several values, {sorted(thetas)}; wanted one")
-    name = rope.values.get("rope_type", rope.values.get("type", "default"))
-    kind = family.rope_types.get(name, name)
-    if kind not in ("default", *SCALINGS):
-        supported = ", ".join(map(repr, ("default", *SCALINGS)))
-        raise ModelFileError(f"{keys.file}: rope_type is {name!r}; supported are {supported}")
-    scaling = None if kind == "default" else _read_scaling(SCALINGS[kind], keys, rope)
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", family.query_growth_key}
-    known |= {"max_position_embeddings", "original_max_position_embeddings"}
-    known |= {field.name for each in SCALINGS.values() for field in fields(each)} - {"is_long"} | {"finetuned"}
-    unknown = sorted({key for table in tables for key, value in table.items() if value is not None} - known)
-    if unknown:
-        raise ModelFileError(f"{keys.file}: the rotary parameters hold {unknown}, which is not supported")
-    shares = [Keys(keys.file, each) for each in (keys.values, *tables) if each.get("partial_rotary_factor") is not None]
-    if not family.has_partial_rope:
-        for each in shares:
-            if each.values["partial_rotary_factor"] != 1:
-                raise each.fault("partial_rotary_factor", "1: rotary positions on whole heads")
-    share = shares[-1].number("partial_rotary_factor") if shares else 1.0
-    growth = rope.values.get(family.query_growth_key or "")
-    return Rope(
-        theta=thetas.pop() if thetas else default_theta,
-        scaling=scaling,
-        share=share,
-        query_growth=0.0 if growth is None else rope.number(family.query_growth_key or ""),
-    )
-
-
-def _read_scaling(kind: type[RopeScaling], keys: Keys, rope: Keys) -> RopeScaling:
-    """Return the scaling of rotary parameters; some files have its lengths beside them."""
-    own = {name: value for name, value in rope.values.items() if value is not None}
-    if kind is LongRopeScaling:
-        length = own.setdefault("original_max_position_embeddings", keys.values.get("original_max_position_embeddings"))
-        if isinstance(length, int) and length > 0:
-            own.setdefault("factor", keys.integer("max_position_embeddings") / length)
-    table = Keys(rope.file, own)
-    read: dict[str, Any] = {}
-    for name, hint in get_type_hints(kind).items():
-        if name == "is_long":
-            continue
-        if hint is int:
-            read[name] = table.integer(name)
-        elif hint == tuple[float, ...]:
-            read[name] = table.numbers(name)
-        elif name in own:
-            is_zero = hint == float | None and own[name] == 0  # as good as absent, and kept for the export
-            read[name] = table.flag(name) if hint is bool else 0.0 if is_zero else table.number(name)
-        elif not hasattr(kind, name):  # there is no default
-            raise table.fault(name, "a number above 0")
-    return kind(**read)
 
 
 def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
@@ -349,25 +208,16 @@ def _ropes_json(family: Family, config: DecoderConfig) -> dict[str, Any]:
     kinds = [kind for kind in config.kinds if kind.rope is not None]
     ropes = {FULL if kind.window is None else SLIDING: kind.rope for kind in kinds}
     full = ropes.get(FULL) or ropes.get(SLIDING) or Rope()
+    table = _rope_json(family, full)
+    scaling = {name: value for name, value in table.items() if name != "rope_theta"}
+    old = {"rope_theta": full.theta, "rope_scaling": None if full.scaling is None else scaling}
     if family.local_rope_theta is None:
-        table = _rope_json(family, full)
-        return {
-            "rope_parameters": table,
-            "rope_theta": full.theta,
-            "rope_scaling": None if full.scaling is None else _without_theta(table),
-            **({"partial_rotary_factor": full.share} if family.has_partial_rope else {}),
-        }
+        share = {"partial_rotary_factor": full.share} if family.has_partial_rope else {}
+        return {"rope_parameters": table, **old, **share}
     local = ropes.get(SLIDING) or Rope(family.local_rope_theta)
-    tables = {FULL: _rope_json(family, full), SLIDING: _rope_json(family, local)}
-    values: dict[str, Any] = {"rope_parameters": tables}
-    if local.scaling is None and (local.theta == full.theta or family.local_rope_key != "rope_theta"):
-        values |= {"rope_theta": full.theta, family.local_rope_key: local.theta}
-        values["rope_scaling"] = None if full.scaling is None else _without_theta(tables[FULL])
-    return values
-
-
-def _without_theta(table: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in table.items() if name != "rope_theta"}
+    is_old = local.scaling is None and (local.theta == full.theta or family.local_rope_key != "rope_theta")
+    tables = {FULL: table, SLIDING: _rope_json(family, local)}
+    return {"rope_parameters": tables, **(old | {family.local_rope_key: local.theta} if is_old else {})}
 
 
 def _rope_json(family: Family, rope: Rope) -> dict[str, Any]:

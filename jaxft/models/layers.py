@@ -1,4 +1,4 @@
-"""The operations of a decoder's layers: embedding look-up, projections with adapters, RMSNorm, rotary positions.
+"""The parts of a decoder's layers: embedding, projections with adapters, RMSNorm, rotary positions, feed-forward.
 
 To decode, projections of the same input are joined and kernels transposed (`decoding_layer`). A step of decoding reads
 all weights for a few tokens, so that fewer and larger products take less time. Outputs of a joined product are ordered
@@ -8,19 +8,22 @@ Letters: `B` rows, `T` tokens, `N` tokens of all rows or heads, `D` input width,
 adapter, `V` vocabulary, `h` head width, `P` pairs of a head's components that a rotation turns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.reductions import invariant_sum, rounded
 from jaxft.core.sharding import Sharding
 from jaxft.core.types import Params
-from jaxft.models.config import DecoderConfig, LoraSpec
+from jaxft.models.config import Activation, DecoderConfig, LoraSpec
+from jaxft.models.lora import joined_adapter
 from jaxft.models.rope import LinearScaling, Rope
 
 
@@ -111,6 +114,16 @@ def _logits_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 _logits_of_narrow.defvjp(_logits_forward, _logits_backward)
 
 
+def by_rows(sharding: Sharding | None, tree: Any) -> Any:
+    """Constrain arrays, on a mesh, so that only their rows are sharded."""
+    return tree if sharding is None else sharding.constrain_rows(tree)
+
+
+def by_heads(sharding: Sharding | None, tree: Any) -> Any:
+    """Constrain activations `[B T N ...]`, on a mesh, so that rows and heads (or width) are sharded."""
+    return tree if sharding is None else sharding.constrain_heads(tree)
+
+
 class Linear(nnx.Module):
     """`x @ kernel + bias` on the last axis, plus `scale * x @ A @ B` with an adapter; the kernel may be transposed."""
 
@@ -159,6 +172,11 @@ class RMSNorm(nnx.Module):
         if self.has_offset:
             return (normed * (1 + self.scale[...].astype(wide.dtype))).astype(x.dtype)
         return normed.astype(x.dtype) * self.scale[...]
+
+
+def make_norm(config: DecoderConfig, shape: int | tuple[int, ...]) -> RMSNorm:
+    """Return a norm of this shape as the model has it."""
+    return RMSNorm(shape, config.rms_norm_eps, config.norm_offset)
 
 
 class Angles(NamedTuple):
@@ -218,6 +236,44 @@ def split_outputs(y: Float[Array, "*N F"], shards: int, sizes: Sequence[int]) ->
     cut = y.reshape(*y.shape[:-1], shards, -1)
     ends = [end // shards for end in accumulate(sizes)]
     return [part.reshape(*y.shape[:-1], -1) for part in jnp.split(cut, ends[:-1], axis=-1)]
+
+
+WIDENED = "feed-forward projections"
+"""Checkpoint name of the outputs of gate and up; no gradient needs that of down."""
+
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True),
+}
+
+
+class FeedForward(nnx.Module):
+    """A gated feed-forward layer (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
+        hidden, width = config.hidden_size, config.intermediate_size
+
+        def linear(names: Sequence[str], inputs: int, outputs: int) -> Linear:
+            adapter = joined_adapter(lora, [f"mlp/{name}" for name in names])
+            return Linear(inputs, outputs, config.mlp_bias, rngs, is_joined, adapter)
+
+        if is_joined:
+            self.gate_up_proj = linear(GATE_UP, hidden, 2 * width)
+        else:
+            self.gate_proj = linear(["gate_proj"], hidden, width)
+            self.up_proj = linear(["up_proj"], hidden, width)
+        self.down_proj = linear(["down_proj"], width, hidden)
+        self.width, self.is_joined = width, is_joined
+        self.activate = ACTIVATIONS[config.activation]
+
+    def __call__(self, x: Float[Array, "B T D"], sharding: Sharding | None) -> Float[Array, "B T D"]:
+        if self.is_joined:
+            both = by_heads(sharding, self.gate_up_proj(x))
+            gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
+        else:
+            gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
+        return self.down_proj(by_heads(sharding, self.activate(gate) * up))
 
 
 def join_outputs(parts: Sequence[Float[Array, "*N _"]], shards: int) -> Float[Array, "*N F"]:

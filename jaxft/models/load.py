@@ -8,9 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, commit_like, constrain
@@ -18,11 +17,11 @@ from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.files import home_path
 from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
-from jaxft.models.decoder import Remat, decoder, init_params
+from jaxft.models.decoder import Remat, decoder, init_params, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
-from jaxft.models.hf import read_weights
+from jaxft.models.hf import file_tensors
 from jaxft.models.hf_config import load_config
-from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder
+from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder, read_weights
 from jaxft.models.lora import merge_and_drop
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import load_adapter, load_lora_config, saved_ignored_keys
@@ -61,9 +60,10 @@ def init_model(
         ModelFileError: the folder of adapters is damaged, or its adapters belong to another base.
     """
     config = model_preset(config) if isinstance(config, str) else config
-    dtype = _checked_dtype("dtype", dtype)
-    model = _make_model(config, compute_dtype, remat, lora, mesh)
-    return model, _add_adapters(model, _init_base(config, dtype, model.sharding, key), lora, key)
+    dtype, compute_dtype = _checked_dtype("dtype", dtype), _checked_dtype("compute_dtype", compute_dtype)
+    sharding = None if mesh is None else sharding_for(config, mesh)
+    model = decoder(config, remat, compute_dtype=compute_dtype, lora=lora_spec(lora), sharding=sharding)
+    return model, _add_adapters(model, _init_base(config, dtype, sharding, key), lora, key)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
@@ -102,14 +102,19 @@ def load_model(
         ValueError: `dtype` or `compute_dtype` is not supported, the model does not divide over `mesh`, or it knows no
             positions as high as `context_tokens`.
     """
-    dtype = _checked_dtype("dtype", dtype)
+    dtype, compute_dtype = _checked_dtype("dtype", dtype), _checked_dtype("compute_dtype", compute_dtype)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)
     if lora is not None and not isinstance(lora, LoraSpec):
         ignored_keys = (*ignored_keys, *saved_ignored_keys(lora))
     config = load_config(folder / "config.json", ignored_keys).for_context(context_tokens)
-    model = _make_model(config, compute_dtype, remat, lora, mesh)
-    return model, _add_adapters(model, read_weights(folder, config, dtype, model.sharding), lora, key)
+    tensors = file_tensors(config)
+    sharding = None if mesh is None else sharding_for(config, mesh)
+    model = decoder(config, remat, compute_dtype=compute_dtype, lora=lora_spec(lora), sharding=sharding)
+    shapes, device = parameter_shapes(config), SingleDeviceSharding(jnp.zeros(()).device)
+    places = jax.tree.map(lambda _: device, shapes) if sharding is None else sharding.shardings(shapes)
+    base = read_weights(folder, tensors, dtype, places)
+    return model, _add_adapters(model, base, lora, key)
 
 
 def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> tuple[Model, Params]:
@@ -157,17 +162,6 @@ def base_model(model: Model, remat: Remat = "dots") -> Model:
     return decoder(model.config, remat, sharding=model.sharding)
 
 
-def _make_model(config: DecoderConfig, compute_dtype: Any, remat: Remat, lora: Lora | None, mesh: Mesh | None) -> Model:
-    """Make the decoder for these arguments of `init_model`."""
-    return decoder(
-        config,
-        remat,
-        compute_dtype=None if compute_dtype is None else _checked_dtype("compute_dtype", compute_dtype),
-        lora=lora_spec(lora),
-        sharding=None if mesh is None else sharding_for(config, mesh),
-    )
-
-
 def _add_adapters(model: Model, base: Params, lora: Lora | None, key: Any) -> Params:
     """Add adapters, fresh or read from their folder, to the parameters of a base; without `lora`, return `base`."""
     if lora is None:
@@ -192,7 +186,10 @@ def lora_spec(lora: Lora | None) -> LoraSpec | None:
     return lora if lora is None or isinstance(lora, LoraSpec) else load_lora_config(lora)
 
 
-def _checked_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+def _checked_dtype(name: str, dtype: Any) -> Any:
+    """Return a dtype that weights and products may have; None stays None."""
+    if dtype is None:
+        return None
     wanted = jnp.dtype(dtype)
     if wanted not in DTYPES.values():
         raise ValueError(f"{name} is {wanted.name}; wanted float32, bfloat16, float16 or float64")

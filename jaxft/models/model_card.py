@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from jaxft import __version__
 from jaxft.files import home_path
 from jaxft.models.config import LoraSpec
-from jaxft.models.hf_files import CARD
+from jaxft.models.hf import CARD
 
 TAG, LAST_SECTION = "jaxft", "## Weights"
 """Tag of every card that jaxft writes, and the heading of the section on the weights."""

@@ -32,19 +32,9 @@ from jaxft.files import home_path
 from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
 from jaxft.models.families import FAMILIES
 from jaxft.models.family import Keys
-from jaxft.models.hf import file_tensors, save_model
+from jaxft.models.hf import file_tensors, new_folder, save_model, save_tokenizer, write_json
 from jaxft.models.hf_config import IGNORED, accepted_keys, has_other_modalities
-from jaxft.models.hf_files import (
-    DTYPES,
-    StoredTensor,
-    check_manifest,
-    load_json,
-    new_folder,
-    read_tensor,
-    save_tokenizer,
-    tensors_of_file,
-    write_json,
-)
+from jaxft.models.hf_files import DTYPES, StoredTensor, check_manifest, load_json, read_tensor, tensors_of_file
 from jaxft.models.lora import LORA_NAMES
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from jaxft.cli import main
 from jaxft.errors import RequestError
 from jaxft.models.bridge import from_function
-from jaxft.models.hf_files import save_tokenizer
+from jaxft.models.hf import save_tokenizer
 from jaxft.rollout.calls import Call, Completion, Reply, openai_logprobs
 from jaxft.rollout.chat import ChatTemplate, find_stop_ids
 from jaxft.rollout.chat_request import ChatRequest
