@@ -334,59 +334,69 @@ def attend_tpu(
     Raises:
         ValueError: `T` is no power of two, or `H` no multiple of `K`.
     """
-    # From jax 0.11 on this import adds a setting to the key of every program. At the top of the file it would make
-    # GPUs, which need none of it, compile again what was compiled before: seconds.
-    from jax.experimental.pallas import tpu as pltpu
-
     rows, length, _, head_dim = q.shape
     kv_heads, _, page_size, width = keys.shape
     groups = _groups(q.shape[2], keys)
     page_bytes = 2 * kv_heads * page_size * -(-width // LANES) * LANES * keys.dtype.itemsize
     step_pages = min(max(1, STEP_BYTES // page_bytes), MOST_STEP_PAGES, tables.shape[1])
     block = _block_size(length, groups, max(8, min(MOST_TILE, MOST_QUERIES // kv_heads)))
-    tile = block * groups
-    steps, number = plan_steps(tables, starts, counts, length, block, step_pages, page_size, scores.window)
+    plan = plan_steps(tables, starts, counts, length, block, step_pages, page_size, scores.window)
+    # Queries of a head stand together in the tile, so that its rows' positions are remainders of a power of two.
+    cut = q.reshape(rows, length // block, block, kv_heads, groups, head_dim).transpose(0, 1, 3, 4, 2, 5)
+    cut = jnp.pad(cut.reshape(-1, kv_heads, block * groups, head_dim), [(0, 0)] * 3 + [(0, width - head_dim)])
+    mixed = _call_tpu_kernel(cut, keys, values, plan, step_pages, block, scores, interpret)
+    mixed = mixed[..., :head_dim].reshape(rows, length // block, kv_heads, groups, block, head_dim)
+    mixed = mixed.transpose(0, 1, 4, 2, 3, 5).reshape(q.shape)
+    # Blocks without a step are not written.
+    is_real = jnp.arange(length) < counts[:, None]
+    return jnp.where(is_real[:, :, None, None], mixed, 0)
+
+
+def _call_tpu_kernel(
+    cut: Array,
+    keys: Array,
+    values: Array,
+    plan: tuple[Steps, Array],
+    step_pages: int,
+    block: int,
+    scores: Scores,
+    interpret: bool,
+) -> Array:
+    """Return attention of queries that are cut into tiles, by the steps of a plan."""
+    # From jax 0.11 on this import adds a setting to the key of every program. At the top of the file it would make
+    # GPUs, which need none of it, compile again what was compiled before: seconds.
+    from jax.experimental.pallas import tpu as pltpu
+
+    (_, kv_heads, tile, width), page_size, (steps, number) = cut.shape, keys.shape[2], plan
+    scalars, treedef = jax.tree.flatten(steps)
 
     def page(step: Array, steps: Steps, i: int) -> tuple[Any, ...]:
         return 0, steps.pages[step * step_pages + i], 0, 0
-
-    scalars, treedef = jax.tree.flatten(steps)
 
     def index(function: Any) -> Any:
         return lambda step, *refs: function(step, jax.tree.unflatten(treedef, refs))
 
     in_block = pl.BlockSpec((None, kv_heads, tile, width), index(lambda step, steps: (steps.blocks[step], 0, 0, 0)))
     in_pool = [pl.BlockSpec((kv_heads, None, page_size, width), index(partial(page, i=i))) for i in range(step_pages)]
-    kernel = partial(_tpu_kernel, treedef, step_pages=step_pages, block=block, scores=scores)
-    # Queries of a head stand together in the tile, so that its rows' positions are remainders of a power of two.
-    cut = q.reshape(rows, length // block, block, kv_heads, groups, head_dim).transpose(0, 1, 3, 4, 2, 5)
-    cut = jnp.pad(cut.reshape(-1, kv_heads, tile, head_dim), [(0, 0)] * 3 + [(0, width - head_dim)])
     if not interpret:
         # Else XLA moves a small pool into the chip and back in every step.
         keys, values = (pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in (keys, values))
-    mixed = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct(cut.shape, q.dtype),
+    shapes = (kv_heads, tile, 1), (kv_heads, tile, 1), (kv_heads, tile, width)
+    mixed: Array = pl.pallas_call(
+        partial(_tpu_kernel, treedef, step_pages=step_pages, block=block, scores=scores),
+        out_shape=jax.ShapeDtypeStruct(cut.shape, cut.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(number, 1),),
             in_specs=[in_block, *in_pool, *in_pool],
             out_specs=in_block,
-            scratch_shapes=[
-                pltpu.VMEM((kv_heads, tile, 1), jnp.float32),
-                pltpu.VMEM((kv_heads, tile, 1), jnp.float32),
-                pltpu.VMEM((kv_heads, tile, width), jnp.float32),
-            ],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in shapes],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",
     )(*scalars, cut, *[keys] * step_pages, *[values] * step_pages)
-    mixed = mixed[..., :head_dim].reshape(rows, length // block, kv_heads, groups, block, head_dim)
-    mixed = mixed.transpose(0, 1, 4, 2, 3, 5).reshape(q.shape)
-    # Blocks without a step are not written.
-    is_real = jnp.arange(length) < counts[:, None]
-    return jnp.where(is_real[:, :, None, None], mixed, 0)
+    return mixed
 
 
 def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scores: Scores) -> None:

@@ -13,7 +13,7 @@ Letters: `L` layers, `r` rank, `D` inputs, `F` outputs.
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -71,6 +71,10 @@ INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the base as it is."""
 
 
+Modules = Mapping[str, tuple[str, ...]]
+"""The projections that a module of a layer holds in files, by the path of the module."""
+
+
 def save_adapter(
     folder: str | os.PathLike[str],
     model: Model,
@@ -96,33 +100,54 @@ def save_adapter(
     lora, config = model.lora, model.config
     if not isinstance(lora, LoraSpec) or not isinstance(config, DecoderConfig):
         raise ModelFileError("the model has no adapters to save; save_model writes all of its parameters")
-    tensors = {}
-    kernels, adapters = (flatten_dict(params[part]["layers"], sep="/") for part in (BASE, ADAPTER))
-    modules = _adapted_modules(config, lora)
-    targets: list[str] | str = sorted(module.split("/")[-1] for module in modules)
-    layers = "model.layers"
-    if base is not None and has_other_modalities(config):  # as transformers names the modules of the base
-        layers = "model.language_model.layers"
-        targets = rf"model\.language_model\.layers\.\d+\.\w+\.({'|'.join(targets)})"
-    for module, parts in modules.items():
-        for layer in range(config.num_layers):
-            matrices = _fuse(
-                [
-                    {kind: to_host(adapters[f"{part}/{kind}"][layer]).T for kind in LORA_NAMES}
-                    if lora.is_target(part)
-                    else kernels[f"{part}/kernel"].shape[-1]
-                    for part in parts
-                ]
-            )
-            for kind, matrix in zip("AB", matrices, strict=True):
-                name = f"base_model.model.{layers}.{layer}.{module.replace('/', '.')}.lora_{kind}.weight"
-                tensors[name] = np.ascontiguousarray(matrix)
+    modules, is_nested = _adapted_modules(config, lora), base is not None and has_other_modalities(config)
+    tensors = _adapter_tensors(lora, modules, params, "model.language_model.layers" if is_nested else "model.layers")
     about: dict[str, Any] = {FINGERPRINT: base_fingerprint(params[BASE])}
     if accepted := accepted_keys(config):
         about[IGNORED] = list(accepted)
     if any(len(parts) > 1 for parts in modules.values()):
         about[TARGETS] = [part for parts in modules.values() for part in parts if lora.is_target(part)]
-    values = {
+    if not writes:
+        if base is None:
+            save_model(folder, model, params[BASE], writes=False)
+        return
+    with new_folder(folder, card) as unfinished:
+        write_json(unfinished / CONFIG, _adapter_config(lora, modules, base, is_nested=is_nested))
+        # Not by save_file, whose files nobody but their owner may read.
+        (unfinished / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
+        write_json(unfinished / ABOUT_BASE, about)
+        if tokenizer is not None:
+            save_tokenizer(unfinished, tokenizer)
+        if base is None:
+            save_model(unfinished / BASE, model, params[BASE])
+
+
+def _adapter_tensors(lora: LoraSpec, modules: Modules, params: Params, layers: str) -> dict[str, np.ndarray]:
+    """Return the matrices of a file by their names, in which the layers are called `layers`."""
+    kernels, adapters = (flatten_dict(params[part]["layers"], sep="/") for part in (BASE, ADAPTER))
+    tensors = {}
+    for module, parts in modules.items():
+        widths = {part: kernels[f"{part}/kernel"].shape[-1] for part in parts}
+        for layer in range(len(kernels[f"{parts[0]}/kernel"])):
+            own = {
+                part: [to_host(adapters[f"{part}/{kind}"][layer]) for kind in LORA_NAMES]
+                for part in filter(lora.is_target, parts)
+            }
+            blocks = {part: np.zeros((lora.rank * len(own), widths[part]), np.float32) for part in parts}
+            for place, (part, (_, b)) in enumerate(own.items()):
+                blocks[part][place * lora.rank :][: lora.rank] = b
+            joined = [a for a, _ in own.values()], [*blocks.values()]
+            for kind, each in zip("AB", joined, strict=True):
+                name = f"base_model.model.{layers}.{layer}.{module.replace('/', '.')}.lora_{kind}.weight"
+                tensors[name] = np.ascontiguousarray(np.concatenate(each, axis=-1).T)
+    return tensors
+
+
+def _adapter_config(lora: LoraSpec, modules: Modules, base: str | None, *, is_nested: bool) -> dict[str, Any]:
+    """Return the contents of `adapter_config.json`; in a base of several modalities the modules are nested."""
+    targets = sorted(module.split("/")[-1] for module in modules)
+    nested = rf"model\.language_model\.layers\.\d+\.\w+\.({'|'.join(targets)})"  # as transformers names them there
+    return {
         **PLAIN,
         **_patterns(lora, modules),
         "peft_type": "LORA",
@@ -133,21 +158,8 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.use_rslora,
-        "target_modules": targets,
+        "target_modules": nested if is_nested else targets,
     }
-    if not writes:
-        if base is None:
-            save_model(folder, model, params[BASE], writes=False)
-        return
-    with new_folder(folder, card) as unfinished:
-        write_json(unfinished / CONFIG, values)
-        # Not by save_file, whose files nobody but their owner may read.
-        (unfinished / WEIGHTS).write_bytes(save(tensors, {"format": "pt"}))
-        write_json(unfinished / ABOUT_BASE, about)
-        if tokenizer is not None:
-            save_tokenizer(unfinished, tokenizer)
-        if base is None:
-            save_model(unfinished / BASE, model, params[BASE])
 
 
 def load_lora_config(folder: str | os.PathLike[str]) -> LoraSpec:
@@ -263,7 +275,7 @@ def base_fingerprint(base: Params) -> str:
 
 
 @cache
-def file_projections() -> Mapping[str, tuple[str, ...]]:
+def file_projections() -> Modules:
     """Return the projections that a module of a layer holds in files, by the path of the module.
 
     >>> file_projections()["self_attn/q_proj"], file_projections()["mlp/gate_up_proj"]
@@ -278,7 +290,7 @@ def file_projections() -> Mapping[str, tuple[str, ...]]:
     return found
 
 
-def _adapted_modules(config: DecoderConfig, lora: LoraSpec) -> dict[str, tuple[str, ...]]:
+def _adapted_modules(config: DecoderConfig, lora: LoraSpec) -> Modules:
     """Return the modules of the base's files that have an adapter, and their projections."""
     paths = {tensor.paths for tensor in file_tensors(config)}
     return {
@@ -288,7 +300,7 @@ def _adapted_modules(config: DecoderConfig, lora: LoraSpec) -> dict[str, tuple[s
     }
 
 
-def _patterns(lora: LoraSpec, modules: Mapping[str, tuple[str, ...]]) -> dict[str, dict[str, float]]:
+def _patterns(lora: LoraSpec, modules: Modules) -> dict[str, dict[str, float]]:
     """Return PEFT's settings of modules with the adapters of several projections: ranks in sum, and the same scale."""
     counts = {module.split("/")[-1]: sum(map(lora.is_target, parts)) for module, parts in modules.items()}
     fused = {name: count for name, count in counts.items() if count > 1}
@@ -298,28 +310,6 @@ def _patterns(lora: LoraSpec, modules: Mapping[str, tuple[str, ...]]) -> dict[st
             name: lora.alpha * (count**0.5 if lora.use_rslora else count) for name, count in fused.items()
         },
     }
-
-
-def _fuse(parts: Sequence[Mapping[str, np.ndarray] | int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return `lora_A` and `lora_B` of a module with these projections; a number is the outputs of one without adapter.
-
-    >>> one, two = ({"lora_a": np.full((1, 2), x), "lora_b": np.full((2, 1), x)} for x in (3.0, 4.0))
-    >>> a, b = _fuse([one, 1, two])
-    >>> a.tolist(), b.tolist()
-    ([[3.0, 3.0], [4.0, 4.0]], [[3.0, 0.0], [3.0, 0.0], [0.0, 0.0], [0.0, 4.0], [0.0, 4.0]])
-    """
-    adapters = [part for part in parts if not isinstance(part, int)]
-    if len(parts) == 1:
-        return adapters[0]["lora_a"], adapters[0]["lora_b"]
-    rank, dtype = len(adapters[0]["lora_a"]), adapters[0]["lora_b"].dtype
-    blocks, first = [], 0
-    for part in parts:
-        block = np.zeros((part if isinstance(part, int) else len(part["lora_b"]), rank * len(adapters)), dtype)
-        if not isinstance(part, int):
-            block[:, first : first + rank] = part["lora_b"]
-            first += rank
-        blocks.append(block)
-    return np.concatenate([part["lora_a"] for part in adapters]), np.concatenate(blocks)
 
 
 def _about_base(folder: Path) -> dict[str, Any]:
