@@ -84,8 +84,7 @@ def policy_loss(
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
         kl: estimator of the KL, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.
         max_completion_tokens: token budget of one trajectory, the constant that dr_grpo divides by.
-        policy_weights: detached factors of the policy term, outside the clip (`sampler_correction`); ignored on
-            untrained tokens.
+        policy_weights: detached factors of the policy term, outside the clip (`sampler_correction`), of trained tokens.
         segment_ids: packed sequence that a token belongs to; `advantages` are then per token.
         trajectory_tokens: number of trained tokens of the token's whole trajectory, so that a trajectory of several
             rows counts once. Ratios stay those of rows. None: every row is a trajectory.
@@ -225,9 +224,8 @@ def value_loss(
     check_shapes("B T", values=values, old_values=old_values, returns=returns, completion_mask=completion_mask)
     mask = completion_mask
     denominators = count_tokens(mask) if denominators is None else denominators
-    error = jnp.where(mask, values - returns, 0.0) ** 2
+    worse = error = jnp.where(mask, values - returns, 0.0) ** 2
     metrics = {}
-    worse = error
     if value_clip is not None:
         held = jnp.where(mask, old_values + jnp.clip(values - old_values, -value_clip, value_clip) - returns, 0.0) ** 2
         worse = jnp.maximum(error, held)

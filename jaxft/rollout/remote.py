@@ -24,7 +24,6 @@ from jaxft.rollout.recorder import Episode
 from jaxft.rollout.transport import http_library
 
 P = ParamSpec("P")
-
 _http: Any = http_library()
 
 _RECORDING = "jaxft_recording"
@@ -97,13 +96,7 @@ def _blocking(
 class RemoteClient(RemoteModel):
     """Chats with a model on a server, and makes recording clients of it for frameworks.
 
-    Attributes:
-        model: the model's name on the server.
-        name: name that calls are recorded under, that of the language model in the configuration.
-        base_url: address that `/chat/completions` is added to.
-        api_key: the server's key.
-        max_retries: times that openai repeats a request.
-        timeout_seconds: time limit of connecting, and of each wait for the server to send something.
+    Its attributes are its arguments; `base_url` and `api_key` are those that openai found.
     """
 
     def __init__(
@@ -120,8 +113,9 @@ class RemoteClient(RemoteModel):
 
         Args:
             model: the model's name on the server.
-            name: name that calls are recorded under.
-            base_url: address of the server; None: the environment variable OPENAI_BASE_URL, or else OpenAI's own.
+            name: name that calls are recorded under, that of the language model in the configuration.
+            base_url: address that `/chat/completions` is added to; None: the environment variable OPENAI_BASE_URL, or
+                else OpenAI's own.
             api_key: the server's key; None: the environment variable OPENAI_API_KEY.
             max_retries: times that openai repeats a request that could not be sent, timed out, or had the status 408,
                 409, 429 or 5xx.
@@ -130,13 +124,13 @@ class RemoteClient(RemoteModel):
         Raises:
             OpenAIError: there is no key.
         """
-        self.model = model
-        self.name = name
-        self.max_retries = max_retries
-        self.timeout_seconds = timeout_seconds
+        self.model, self.name = model, name
+        self.max_retries, self.timeout_seconds = max_retries, timeout_seconds
         resolved = openai.OpenAI(base_url=base_url, api_key=api_key)
         self.base_url, self.api_key = str(resolved.base_url), resolved.api_key
         resolved.close()
+        server = {"base_url": self.base_url, "api_key": self.api_key}
+        self._settings: dict[str, Any] = {**server, "max_retries": max_retries, "timeout": timeout_seconds}
         # A connection belongs to the event loop that opened it, and agents may run loops of their own.
         self._clients: dict[asyncio.AbstractEventLoop, openai.AsyncOpenAI] = {}
         self._lock = threading.Lock()
@@ -200,23 +194,11 @@ class RemoteClient(RemoteModel):
 
     def openai_client(self) -> openai.AsyncOpenAI:
         """Return a new `AsyncOpenAI` whose chat completions are recorded; the caller closes it."""
-        return openai.AsyncOpenAI(
-            base_url=self.base_url,
-            api_key=self.api_key,
-            max_retries=self.max_retries,
-            timeout=self.timeout_seconds,
-            http_client=self.http_client(),
-        )
+        return openai.AsyncOpenAI(**self._settings, http_client=self.http_client())
 
     def openai_client_sync(self) -> openai.OpenAI:
         """Return a new `OpenAI` whose chat completions are recorded; the caller closes it."""
-        return openai.OpenAI(
-            base_url=self.base_url,
-            api_key=self.api_key,
-            max_retries=self.max_retries,
-            timeout=self.timeout_seconds,
-            http_client=self.http_client_sync(),
-        )
+        return openai.OpenAI(**self._settings, http_client=self.http_client_sync())
 
     def connection(self) -> Connection:
         """Return the way to the model, for the client of a framework."""
@@ -320,9 +302,7 @@ class _Watched(_http.SyncByteStream, _http.AsyncByteStream):
     """The stream of a response, unchanged; when it is closed, `record` gets the completion that has passed."""
 
     def __init__(self, response: Any, record: Callable[[Mapping[str, Any]], None]) -> None:
-        self._response = response
-        self._stream = response.stream
-        self._record = record
+        self._response, self._stream, self._record = response, response.stream, record
         self._passed: list[bytes] = []
 
     def __iter__(self) -> Iterator[bytes]:
@@ -391,8 +371,7 @@ def _completion(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
             for choice in given["choices"]
         ]
         usage = dict(given.get("usage") or {})
-    # A server may send anything.
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # a server may send anything
         return None
     is_whole = bool(choices) and not (is_stream and any(choice["finish_reason"] is None for choice in choices))
     return {"choices": choices, "usage": usage} if is_whole else None
