@@ -1,5 +1,6 @@
 """Advantages: how much better an answer, a step or a token is than its group, its batch or its value predicts."""
 
+from jaxft.core.advantages import Estimator as Estimator
 from jaxft.core.advantages import batch_advantages as batch_advantages
 from jaxft.core.advantages import gae as gae
 from jaxft.core.advantages import group_advantages as group_advantages

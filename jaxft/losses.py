@@ -10,8 +10,11 @@ from jaxft.core.losses import kl_penalty as kl_penalty
 from jaxft.core.losses import policy_loss as policy_loss
 from jaxft.core.losses import preference_loss as preference_loss
 from jaxft.core.losses import value_loss as value_loss
+from jaxft.core.objectives import PolicyLoss as PolicyLoss
 from jaxft.core.objectives import dpo_loss as dpo_loss
 from jaxft.core.objectives import grpo_loss as grpo_loss
 from jaxft.core.objectives import ppo_loss as ppo_loss
 from jaxft.core.objectives import score_batch as score_batch
 from jaxft.core.objectives import sft_loss as sft_loss
+from jaxft.core.reductions import aggregate as aggregate
+from jaxft.core.reductions import token_mean as token_mean

@@ -404,11 +404,21 @@ optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
 TAKEN_FOR_GRANTED = {"mesh = jaxft.make_mesh": ON_CPU_DEVICES, "class Network(linen.Module)": ON_CPU_DEVICES}
 """Lines put before a block that is no whole program, by its beginning."""
 
+CONTINUED = ("docs/your-own-loss.md",)
+"""Pages whose programs go on from each other."""
+
+
+def programs(page: str) -> list[str]:
+    """The programs of a page, as a reader runs them."""
+    found = blocks(page, "python")
+    return ["\n".join(found)] if page in CONTINUED else found
+
+
 PROGRAMS = {
     f"{name}, Python {number}": TAKEN_FOR_GRANTED.get(beginning(block, TAKEN_FOR_GRANTED) or "", "") + block
     for name in DOCUMENTS
     if name not in ELSEWHERE  # such as quotations of files that are tested
-    for number, block in enumerate(blocks(name, "python"), start=1)
+    for number, block in enumerate(programs(name), start=1)
     if f"{name}, Python {number}" not in REPEATED
 }
 

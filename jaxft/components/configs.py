@@ -2,11 +2,13 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, model_serializer, model_validator
+from pydantic import Field, SecretStr, field_validator, model_serializer, model_validator
 
+from jaxft import training
 from jaxft.errors import did_you_mean
 from jaxft.harness.addresses import HTTPAddress, ServeConfig
 from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error
+from jaxft.harness.functions import Function, NamedFunction, check_options
 from jaxft.harness.registry import (
     LLMConfig,
     TrainerAdapterConfig,
@@ -310,6 +312,13 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         """True if the reference of the KL is loaded from a checkpoint of its own."""
         return self.loss.needs_reference and self.loss.reference.path is not None
 
+    def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
+        """Return the faults of functions of one's own, as far as their parameters and shapes tell."""
+        if not (self.loss.is_own or self.optimizer.is_own):
+            return []
+        faults = training.check_signatures(self.loss.for_context(1), self.optimizer)
+        return [(f"trainer_adapters.{name}.{field}", message) for field, message in faults]
+
     def for_context(self, max_context_tokens: int) -> "LocalTrainerAdapterConfig":
         """Return the settings for a policy with this context, which the loss may take for its token budget."""
         return self.model_copy(update={"loss": self.loss.for_context(max_context_tokens)})
@@ -346,6 +355,10 @@ class EarlyStopConfig(ConfigModel):
     )
 
 
+CALLBACK_KEYWORDS = {"on_trajectories": ("trajectories", "epoch"), "on_epoch_end": ("metrics", "epoch")}
+"""Keywords of the callbacks of a trainer."""
+
+
 class LoggedTrainerConfig(TrainerConfig):
     """Settings of both trainers, GRPO's and DPO's."""
 
@@ -355,6 +368,30 @@ class LoggedTrainerConfig(TrainerConfig):
     max_bad_updates: int = Field(
         default=3, ge=1, description="Number of non-finite updates in a row that ends the run."
     )
+    on_trajectories: NamedFunction | None = Field(
+        default=None,
+        description="Function as module:name that sees the trajectories of each epoch before they are trained, and "
+        "must not change them. It gets trajectories (a list of groups) and epoch by its parameters; numbers that it "
+        "returns by name are metrics of the epoch. null: none.",
+    )
+    on_epoch_end: NamedFunction | None = Field(
+        default=None,
+        description="Function as module:name that is called after each epoch, with epoch and metrics by its "
+        "parameters; numbers that it returns by name are further metrics. null: none.",
+    )
+
+    @field_validator("on_trajectories", "on_epoch_end")
+    @classmethod
+    def _takes_what_there_is(cls, function: Function | None, info: Any) -> Function | None:
+        known = CALLBACK_KEYWORDS[info.field_name]
+        if function is not None and not any(map(function.takes, known)):
+            raise config_error(f"{function.place} takes neither '{known[0]}' nor '{known[1]}'")
+        try:
+            if function is not None:
+                check_options(function, {}, known)
+        except ValueError as error:
+            raise config_error(str(error)) from None
+        return function
 
 
 class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):

@@ -226,6 +226,8 @@ class DPOTrainer(LoggedTrainer):
         # The metrics of the collections belong to no epoch; the first one carries them.
         self.log.metrics[run_id] = dict(self._metrics) if epoch == 0 else {}
         self.log.timings[run_id] = {}
+        seen = self._pairs
+        await self.call_back(self.trainer_config.on_trajectories, run_id, trajectories=seen, epoch=epoch)
         return await self.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
 
     async def _collect_pairs(self, num_epochs: int) -> None:

@@ -17,7 +17,6 @@ a message, as in TRL. None, or NaN, leaves a completion out of this function's p
 
 import asyncio
 import functools
-import importlib
 import inspect
 import math
 import re
@@ -25,16 +24,16 @@ import string
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field, PlainSerializer, PlainValidator, field_validator
 
 from jaxft.errors import ComponentError, ConfigError, one_line
-from jaxft.harness.config_types import ConfigText, LLMRef, config_error
+from jaxft.harness.config_types import LLMRef, config_error
 from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.evaluators import is_number
-from jaxft.harness.registry import EvaluatorConfig, GroupEvaluatorConfig, import_module
+from jaxft.harness.functions import function_name, function_place, import_function
+from jaxft.harness.registry import EvaluatorConfig, GroupEvaluatorConfig
 from jaxft.harness.steps import IntermediateStepType
 from jaxft.harness.supervision import innermost_user_frame, is_async
 from jaxft.rollout.calls import recorded_call
@@ -141,15 +140,10 @@ def reward_function(given: Any) -> RewardFunction:
     """
     if isinstance(given, RewardFunction):
         return given
-    function = _import_function(given) if isinstance(given, str) else given
+    function = import_function(given) if isinstance(given, str) else given
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{repr(given)[:100]} is no function: wanted is one of completions that returns their rewards")
-    inner = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
-    named = inner if inspect.isroutine(inner) else type(inner)
-    name = named.__name__
-    code = inspect.unwrap(inner if inspect.isroutine(inner) else type(inner).__call__)
-    where = f" ({inspect.getfile(code)}:{code.__code__.co_firstlineno})" if inspect.isfunction(code) else ""
-    place = f"reward function '{name}'{where}"
+    place = f"reward function {function_place(function)}"
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -163,7 +157,7 @@ def reward_function(given: Any) -> RewardFunction:
         raise ValueError(f"{place} takes no keywords, such as completions")
     return RewardFunction(
         function=function,
-        name=name,
+        name=function_name(function).partition(":")[2],
         place=place,
         required=tuple(each.name for each in by_name if each.default is each.empty),
         taken=None if takes_all else tuple(each.name for each in by_name),
@@ -202,19 +196,6 @@ def check_functions(functions: Sequence[RewardFunction], examples: Sequence[Eval
             raise ConfigError([f"reward: {error}"]) from None
 
 
-def _import_function(text: str) -> Any:
-    """Return the function at `module:name`; the module is searched for like an entry of `imports`."""
-    module_name, colon, name = text.partition(":")
-    if not (module_name and colon and name):
-        raise ValueError(f"'{text}' is no place of a function: wanted is module:name, as in my_rewards:brevity")
-    folder = text.folder if isinstance(text, ConfigText) else Path.cwd()
-    import_module(ConfigText(module_name, folder))
-    module = vars(importlib.import_module(module_name))
-    if name not in module:
-        raise ValueError(f"the module '{module_name}' has no '{name}'")
-    return module[name]
-
-
 def _validate_functions(given: Any) -> RewardFunction:
     try:
         return reward_function(given)
@@ -222,16 +203,16 @@ def _validate_functions(given: Any) -> RewardFunction:
         raise config_error(str(error)) from None
 
 
-def _function_name(function: RewardFunction) -> str:
-    inner = function.function.func if isinstance(function.function, functools.partial) else function.function
-    return f"{inspect.unwrap(inner).__module__}:{function.name}"
-
-
 class RewardFunctionsConfig(GroupEvaluatorConfig, name="reward_functions"):
     """Python functions of completions, as TRL's users write them, whose sum is the reward."""
 
     functions: tuple[
-        Annotated[RewardFunction, PlainValidator(_validate_functions), PlainSerializer(_function_name)], ...
+        Annotated[
+            RewardFunction,
+            PlainValidator(_validate_functions),
+            PlainSerializer(lambda given: function_name(given.function)),
+        ],
+        ...,
     ] = Field(
         min_length=1,
         description="Functions as module:name, as in my_rewards:brevity; the module is next to this file, in the "

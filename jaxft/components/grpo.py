@@ -206,6 +206,8 @@ class GRPOTrainer(LoggedTrainer):
         rewards = [[t.reward for t in group if t.scorable] for group in collection.trajectories]
         metrics = {**collection.metrics, **reward_metrics(rewards)}
         self.log.metrics[run_id], self.log.timings[run_id] = metrics, dict(collection.timings)
+        seen = collection.trajectories
+        await self.call_back(self.trainer_config.on_trajectories, run_id, trajectories=seen, epoch=epoch)
         if unscorable := metrics.get("unscorable_trajectories"):
             message(f"{run_id}: {unscorable:.0f} rewards were None, NaN or infinite; their episodes train nothing")
         self.log.episode_rewards(epoch, collection.trajectories)

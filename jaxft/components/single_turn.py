@@ -33,12 +33,12 @@ OPTIONS = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), "max_completion_length"),
     **dict.fromkeys(("epochs", "num_train_epochs", "max_steps"), "num_epochs"),
     **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "examples_per_update"),
-    **dict.fromkeys(("lr", "optimizer", "optim"), "trainer_adapters.local.optimizer.learning_rate"),
-    **dict.fromkeys(("loss", "loss_type"), "trainer_adapters.local.loss.name"),
     **dict.fromkeys(("tokenizer", "processing_class"), "llms.policy.tokenizer"),
-    **dict.fromkeys(("lora", "peft_config"), "llms.policy.lora.rank"),
-    "beta": "trainer_adapters.local.loss.beta",
-    "temperature": "workflow.temperature",
+    **dict.fromkeys(("eval_dataset", "eval_prompts"), "validation"),
+    "lr": "learning_rate",
+    "optim": "optimizer",
+    "loss_type": "loss",
+    "peft_config": "lora",
     "group_size": "num_generations",
 }
 """Options of `jaxft.train` by the words that others have for them; one with dots is a field for `overrides`."""

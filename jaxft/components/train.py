@@ -8,19 +8,22 @@ import inspect
 import itertools
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jaxft.components.evaluators import load_reward_functions
+import optax
+
+from jaxft.components.evaluators import check_functions, load_reward_functions
 from jaxft.components.single_turn import InMemoryDatasetConfig, context_tokens, option_hint, read_examples
 from jaxft.core.types import Model, Params
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path
 from jaxft.harness.config import Config, config_from_mapping
 from jaxft.harness.config_merge import literal
+from jaxft.harness.functions import Function
 from jaxft.harness.opening import open_session
 from jaxft.harness.runtime import run_to_result
 from jaxft.harness.session import MODEL_FOLDER, resume_command
@@ -48,8 +51,18 @@ def train(
     num_epochs: int = 100,
     num_generations: int = 8,
     examples_per_update: int = 16,
+    loss: str | Callable[..., Any] = "dapo",
+    advantages: str | Callable[..., Any] | None = None,
+    beta: float | None = None,
+    reward_weights: Sequence[float] | Mapping[str, float] | None = None,
+    optimizer: str | Callable[..., Any] | optax.GradientTransformation = "adamw",
     learning_rate: float | None = None,
+    lora: int | Mapping[str, Any] | None = None,
+    temperature: float = 1.0,
     max_completion_length: int = 256,
+    validation: Any = None,
+    on_trajectories: Callable[..., Any] | None = None,
+    on_epoch_end: Callable[..., Any] | None = None,
     seed: int = 0,
     output_dir: str | Path | None = None,
     resume: bool = False,
@@ -71,8 +84,21 @@ def train(
         num_epochs: epochs, each a batch of prompts with their completions, and an update of the model.
         num_generations: completions of a prompt, which are compared with each other.
         examples_per_update: prompts of an epoch, in a new order for each pass over all of them.
-        learning_rate: of AdamW; None for 1e-5 or, if weights are random, 3e-3.
+        loss: name of a published loss, or a function in the form of `jaxft.losses.PolicyLoss`.
+        advantages: name of an estimator, or a function in the form of `jaxft.advantages.Estimator`; None for that of
+            the loss.
+        beta: weight of the KL to the starting weights; None for 0.
+        reward_weights: weight of each reward function, in their order or by name; None for 1 each.
+        optimizer: name of an optimizer, a function that returns an optax transformation (it gets `learning_rate`), or
+            an optax transformation, of which a resumed run checks the shapes of its state only.
+        learning_rate: of the optimizer; None for 1e-5 or, if weights are random, 3e-3.
+        lora: rank of adapters that are trained in the place of the weights, or the fields of `llms.<name>.lora`.
+        temperature: divisor of the logits that completions are sampled with.
         max_completion_length: most tokens of a completion.
+        validation: held-out prompts, in the form of `prompts`, columns included; None for no validation.
+        on_trajectories: called with `trajectories` (groups of them) and `epoch` before they are trained, by its
+            parameters; numbers that it returns by name are metrics.
+        on_epoch_end: called with `metrics` and `epoch` after each epoch, likewise.
         seed: seed of sampling, of the order of prompts, and of random weights.
         output_dir: the run directory; None for a new one, `runs/train-1` and so on.
         resume: True to continue the run in `output_dir`, with the same arguments; `num_epochs` may have grown.
@@ -97,6 +123,7 @@ def train(
         **{f"llms.policy.{name}": value for name, value in policy.items()},
         "llms.policy.slots": min(num_generations * min(examples_per_update, len(examples)), MOST_SLOTS),
         "workflow.max_tokens": max_completion_length,
+        "workflow.temperature": temperature,
         "trajectory_builders.rollouts.num_generations": num_generations,
         "trainer_adapters.local.optimizer.learning_rate": learning_rate,
         "trainers.loop.examples_per_update": examples_per_update,
@@ -106,6 +133,16 @@ def train(
     mapping = parse_yaml(DEFAULTS.read_text("utf-8"), str(DEFAULTS))
     mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(examples))
     mapping["eval"]["evaluators"]["reward"]["functions"] = functions
+    if validation is not None:
+        held_out = read_examples(validation, {})
+        check_functions(functions, held_out)
+        mapping["eval"]["validation"] = {"dataset": InMemoryDatasetConfig(items=tuple(held_out))}
+    weights = weights_by_name(reward_weights, [function.name for function in functions])
+    formula = named(loss) | {"advantages": advantages, "beta": beta, "reward_weights": weights}
+    mapping["trainer_adapters"]["local"] |= {"loss": formula, "optimizer": named(optimizer)}
+    mapping["trainers"]["loop"] |= {"on_trajectories": on_trajectories, "on_epoch_end": on_epoch_end}
+    if lora is not None:
+        mapping["llms"]["policy"]["lora"] = dict(lora) if isinstance(lora, Mapping) else {"rank": lora}
     folder = new_folder() if output_dir is None else home_path(output_dir)
     try:
         fields |= {"finetuning.output_dir": str(folder), **(overrides or {})}
@@ -117,6 +154,30 @@ def train(
         if output_dir is None and not (folder / CONFIG_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)  # nothing has begun in it
         raise
+
+
+def named(given: Any) -> dict[str, Any]:
+    """Return the field `name` or `function` of a loss or an optimizer."""
+    if isinstance(given, optax.GradientTransformation):
+        return {"function": Function(lambda: given, "jaxft.train:optimizer", "in-memory", is_pinned=True)}
+    return {"name" if isinstance(given, str) and ":" not in given else "function": given}
+
+
+def weights_by_name(
+    given: Sequence[float] | Mapping[str, float] | None, names: Sequence[str]
+) -> dict[str, float] | None:
+    """Return the weight of each reward function by its name; None for 1 each.
+
+    Raises:
+        ConfigError: there is not one weight per function.
+    """
+    if given is None or isinstance(given, Mapping):
+        weights = None if given is None else dict(given)
+    else:
+        weights = dict(zip(names, given, strict=len(given) == len(names)))
+    if weights is not None and (weights.keys() != set(names) or len(given or ()) != len(names)):
+        raise ConfigError([f"reward_weights: is {given!r:.100}: wanted is a number for each of {', '.join(names)}"])
+    return weights
 
 
 KEYWORDS = [name for name, each in inspect.signature(train).parameters.items() if each.kind is each.KEYWORD_ONLY]

@@ -1,6 +1,7 @@
 """Base class of the trainers: collections, epochs with their training jobs, checkpoints and logs."""
 
 import contextlib
+import inspect
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from jaxft.components.health import Health
 from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.components.run_log import RunLog
 from jaxft.errors import (
+    ComponentError,
     ConfigError,
     JobFailed,
     NoLearningSignal,
@@ -20,6 +22,8 @@ from jaxft.errors import (
 )
 from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
+from jaxft.harness.evaluators import is_number
+from jaxft.harness.functions import Function
 from jaxft.harness.opening import freeze_heap
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -142,11 +146,34 @@ class LoggedTrainer(Trainer):
         spent = self.trainer_adapter.device_seconds()
         timings |= {f"seconds_device_{name}": spent[name] - device.get(name, 0.0) for name in spent}
         timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
+        seen = await self.get_metrics(run_id)
+        await self.call_back(self.trainer_config.on_epoch_end, run_id, metrics=seen, epoch=self.epoch)
         logged = await self.get_metrics(run_id)
         for line in self._health.lines(metrics):
             self.log.console.message(f"{run_id}: {line}")
         self.log_progress(self.epoch, logged)
         return logged if self._count_epoch(status, logged) else None
+
+    async def call_back(self, function: Function | None, run_id: str, **given: Any) -> None:
+        """Call a function of the user's, and add the numbers that it returns to the metrics of an epoch.
+
+        Raises:
+            UserCodeError: it raised.
+            ComponentError: it returned something else than new numbers by name.
+        """
+        if function is None:
+            return
+        with user_code():
+            returned = function.call(**function.accepted(given))
+            own = await returned if inspect.isawaitable(returned) else returned
+        if own is None:
+            return
+        metrics = self.log.metrics[run_id]
+        for name, value in own.items() if isinstance(own, Mapping) else [("", own)]:
+            if name in metrics or not (isinstance(name, str) and name and is_number(value)):
+                why = "which the epoch has already" if name in metrics else "wanted are numbers by name, or None"
+                raise ComponentError(f"{function.place} returned {name!r}: {value!r:.50}, {why}")
+            metrics[name] = float(value)
 
     async def collect(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         """Return one collection of the builder; give it to `check_collection` before it is used."""

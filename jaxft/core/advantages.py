@@ -1,8 +1,9 @@
 """Advantages from rewards: group baselines, discounted returns, GAE, and the penalty on length."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -118,10 +119,60 @@ def batch_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
     return xp.where(groups.has_signal, groups.centred / xp.where(groups.has_signal, std + eps, 1.0), 0.0)
 
 
-def estimate_advantages(
-    rewards: Rewards, group_ids: GroupIds, estimator: str = "group", *, eps: float = 1e-4
-) -> Advantages:
-    """Apply one of the four estimators of this file by its name; `eps` is for the two that divide by a std.
+@runtime_checkable
+class Estimator(Protocol):
+    """An advantage estimator: one of the four above, or a function of your own in their place.
+
+    A function that a configuration names gets those of these keywords that it has parameters for, as NumPy arrays of
+    float64. Letters: `B` trajectories of a job, `S` steps (turns), `N` token sequences, `T` tokens.
+    """
+
+    def __call__(
+        self,
+        rewards: Float[np.ndarray, "B"],
+        group_ids: Int[np.ndarray, "B"],
+        *,
+        named_rewards: Mapping[str, Float[np.ndarray, "B"]],
+        lengths: Int[np.ndarray, "B"],
+        step_rewards: Float[np.ndarray, "B S"] | None,
+        token_rewards: Float[np.ndarray, "N T"],
+        completion_mask: Bool[np.ndarray, "N T"],
+        trajectories: Int[np.ndarray, "N"],
+        gamma: float,
+    ) -> Float[np.ndarray, "B"] | Float[np.ndarray, "B S"] | Float[np.ndarray, "N T"]:
+        """Return an advantage per trajectory, per step, or per token.
+
+        Args:
+            rewards: reward of each trajectory, after the penalty on length and a KL in the reward; NaN for one that is
+                not scorable or has step rewards.
+            group_ids: number of each trajectory's group.
+            named_rewards: rewards by the evaluator's names, or those of `reward_weights`.
+            lengths: number of trained tokens of each trajectory.
+            step_rewards: rewards of the steps, NaN where there is none; None without step rewards. A function without
+                this parameter is applied to each step's reward to go instead.
+            token_rewards: rewards of tokens: an outcome is on its last trained token, that of a step likewise.
+            completion_mask: True where the policy chose the token.
+            trajectories: trajectory of each sequence.
+            gamma: discount of `loss.gamma`.
+
+        Returns:
+            `[N T]` from a function with the parameter `completion_mask`; else `[B S]` from one with `step_rewards`,
+            where there are any; else `[B]`. Trajectories without a reward get 0, whatever it returns for them.
+        """
+        ...
+
+
+ESTIMATORS: Mapping[str, Callable[..., Advantages]] = {
+    "group": group_advantages,
+    "group_mean": group_mean_advantages,
+    "leave_one_out": leave_one_out_advantages,
+    "batch": batch_advantages,
+}
+"""The estimators of this file that give an advantage per trajectory."""
+
+
+def estimate_advantages(rewards: Rewards, group_ids: GroupIds, estimator: str = "group") -> Advantages:
+    """Apply one of `ESTIMATORS` by its name.
 
     Raises:
         ValueError: an unknown name.
@@ -129,15 +180,9 @@ def estimate_advantages(
     >>> print(estimate_advantages([1.0, 0.0], [0, 0], "group_mean"))
     [ 0.5 -0.5]
     """
-    if estimator == "group":
-        return group_advantages(rewards, group_ids, eps=eps)
-    if estimator == "group_mean":
-        return group_mean_advantages(rewards, group_ids)
-    if estimator == "leave_one_out":
-        return leave_one_out_advantages(rewards, group_ids)
-    if estimator == "batch":
-        return batch_advantages(rewards, group_ids, eps=eps)
-    raise ValueError(f"estimator is {estimator!r}; wanted group, group_mean, leave_one_out or batch")
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator is {estimator!r}; wanted one of {', '.join(ESTIMATORS)}")
+    return ESTIMATORS[estimator](rewards, group_ids)
 
 
 def weighted_sum(rewards: NamedRewards, weights: list[float] | tuple[float, ...]) -> Rewards:
@@ -184,7 +229,11 @@ def _reward_table(rewards: NamedRewards, weights: list[float] | tuple[float, ...
 
 
 def step_advantages(
-    step_rewards: StepRewards, group_ids: GroupIds, estimator: str = "group", *, gamma: float = 1.0
+    step_rewards: StepRewards,
+    group_ids: GroupIds,
+    estimator: str | Callable[[Any, GroupIds], Any] = "group",
+    *,
+    gamma: float = 1.0,
 ) -> StepAdvantages:
     """Return an advantage per step (an assistant's turn): discounted reward to go, compared within the group.
 
@@ -193,6 +242,9 @@ def step_advantages(
 
     Args:
         step_rewards: `[B S]`; NaN after a trajectory's last step. A NaN before it makes the trajectory unscorable.
+        group_ids: group of each trajectory.
+        estimator: name of one of `ESTIMATORS`, or a function of rewards `[B]` and groups.
+        gamma: discount per step.
 
     Returns:
         `[B S]`; 0 where there is no step.
@@ -209,12 +261,13 @@ def step_advantages(
         raise ValueError(f"step_rewards have shape {rewards.shape}; wanted one row per trajectory, one column per step")
     has_step = xp.flip(xp.cumsum(xp.flip(~xp.isnan(rewards), 1), axis=1), 1) > 0  # a step here or later
     scorable = xp.where(has_step, xp.isfinite(rewards), True).all(axis=1, keepdims=True)
+    estimate = partial(estimate_advantages, estimator=estimator) if isinstance(estimator, str) else estimator
     to_go = xp.zeros(len(rewards), rewards.dtype)
     columns = []
     for k in reversed(range(rewards.shape[1])):
         to_go = xp.where(has_step[:, k], rewards[:, k], 0.0) + gamma * to_go
         known = xp.where(has_step[:, k] & scorable[:, 0], to_go, xp.nan)
-        columns.append(estimate_advantages(known, group_ids, estimator))
+        columns.append(estimate(known, group_ids))
     return xp.stack(columns[::-1], axis=1) if columns else rewards
 
 

@@ -8,10 +8,11 @@ summed, or combined by maximum where a metric's name ends in `_max`.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.checks import as_batch
 from jaxft.core.correction import Correction, ratio_moments, sampler_agreement
@@ -22,8 +23,49 @@ from jaxft.core.partition import POLICY, TEACHER
 from jaxft.core.reductions import count_tokens, row_sums, token_mean
 from jaxft.core.types import Batch, Denominators, Model, Params, Scored
 
-PolicyLoss = Callable[..., tuple[Array, Metrics]]
-"""`policy_loss` with its options bound."""
+
+@runtime_checkable
+class PolicyLoss(Protocol):
+    """A policy loss: `policy_loss` with its options bound, or a function of your own in its place.
+
+    A function that a configuration names gets those of these keywords that it has parameters for. `jax.jit` compiles
+    it; gradients flow into `logprobs` alone. Letters: `B` rows, which may hold several packed sequences, `T` tokens.
+    """
+
+    def __call__(
+        self,
+        logprobs: Float[Array, "B T"],
+        old_logprobs: Float[Array, "B T"] | None,
+        advantages: Float[Array, "B T"],
+        completion_mask: Bool[Array, "B T"],
+        *,
+        ref_logprobs: Float[Array, "B T"] | None = None,
+        policy_weights: Float[Array, "B T"] | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        trajectory_tokens: Float[Array, "B T"] | None = None,
+        denominators: Denominators | None = None,
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """Return the loss, to be minimised, and metrics.
+
+        Args:
+            logprobs: log-probabilities of the tokens under the present policy; anything in padding.
+            old_logprobs: those before the first update of the job, or under the sampler with correction `ratio`; None
+                where they are `logprobs`, in whose place a function of a configuration gets these, without gradient.
+            advantages: one per token, 0 in padding.
+            completion_mask: True where the policy chose the token: apply it before every `exp` and `log`.
+            ref_logprobs: those of the reference; None unless `beta` is above 0.
+            policy_weights: factors of `correction` on the policy term; None without one.
+            segment_ids: number of the sequence that a token of a packed row belongs to; None in rows of one sequence.
+            trajectory_tokens: number of trained tokens of the token's trajectory, for means over trajectories.
+            denominators: counts of the whole batch, of which these rows may be a microbatch: divide sums by them, as
+                `jaxft.losses.token_mean` and `aggregate` do, so that the microbatches' losses add up.
+
+        Returns:
+            The scalar loss, and metrics: scalars by name, of which the means over all trained tokens add up over
+            microbatches, or the maximum is taken where the name ends in `_max`.
+        """
+        ...
+
 
 PPO_LOSS: PolicyLoss = partial(policy_loss, loss="ppo")
 

@@ -9,17 +9,20 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
 
 from jaxft import runs
 from jaxft.errors import CheckpointError, ConfigError, RestoreError
 from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
+from jaxft.harness.functions import Function
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.redaction import redacted
 from jaxft.runs.directory import RunDirectory
@@ -293,7 +296,8 @@ def check_changes(directory: RunDirectory, config: Config, config_file: str) -> 
     """Return the differences between the recorded configuration of a run and `config`.
 
     Raises:
-        ConfigError: a path of `IMMUTABLE` differs, or the recorded configuration cannot be read.
+        ConfigError: a path of `IMMUTABLE` differs, a function has changed and its new digest is not given, or the
+            recorded configuration cannot be read.
     """
     recorded = directory.path / config_file
     try:
@@ -310,9 +314,23 @@ def check_changes(directory: RunDirectory, config: Config, config_file: str) -> 
         for path, (old, new) in changes.items()
         if any(fnmatchcase(path, pattern) for pattern in IMMUTABLE)
     ]
+    faults += [
+        f"{path}: was {changes[path][0]} and is {function}: to go on with it as it is now, add --set {path}={function}"
+        for path, function in _functions(config, "")
+        if path in changes and "@" in str(changes[path][0]) and not function.is_pinned
+    ]
     if faults:
         raise ConfigError(faults, f"the resumed run '{directory.path}'")
     return changes
+
+
+def _functions(value: Any, path: str) -> Iterator[tuple[str, Function]]:
+    """Yield path and function of each field that holds one."""
+    if isinstance(value, Function):
+        yield path, value
+    elif isinstance(value, BaseModel | Mapping):
+        for name, inner in dict(value).items():
+            yield from _functions(inner, f"{path}.{name}".strip("."))
 
 
 def masked_paths(config: Config) -> list[str]:

@@ -198,8 +198,9 @@ class Config(ModelsConfig):
     finetuning: FinetuneConfig = FinetuneConfig()
 
     @model_validator(mode="after")
-    def _llms_fit_together(self) -> "Config":
-        raise_faults(fault for name, llm in self.llms.items() for fault in llm.faults(name, self))
+    def _components_fit_together(self) -> "Config":
+        both = (self.llms, self.trainer_adapters)
+        raise_faults(fault for each in both for name, part in each.items() for fault in part.faults(name, self))
         return self
 
 

@@ -44,6 +44,17 @@ class ComponentConfig(ConfigModel):
     def _with_type(self, serialize: Any) -> dict[str, Any]:
         return {"_type": self.type_name, **serialize(self)}
 
+    def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
+        """Return path and message of each fault of this component beside the others of a configuration.
+
+        Asked of language models and trainer adapters.
+
+        Args:
+            name: its name in the configuration.
+            config: the whole `Config`, each field of which is valid.
+        """
+        return []
+
 
 class LLMConfig(ComponentConfig):
     """A language model.
@@ -65,15 +76,6 @@ class LLMConfig(ComponentConfig):
     def with_higher_port(self, difference: int) -> "LLMConfig":
         """Return this language model for another process of the machine, whose port, if one is chosen, is higher."""
         return self
-
-    def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
-        """Return path and message of each fault of this language model beside the others of a configuration.
-
-        Args:
-            name: its name in the configuration.
-            config: the whole `Config`, each field of which is valid.
-        """
-        return []
 
 
 class WorkflowConfig(ComponentConfig):

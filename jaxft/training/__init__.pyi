@@ -1,5 +1,8 @@
 """The public names of `jaxft.training`, each imported when it is first used; the outbuildings use no others."""
 
+from .function_checks import (
+    check_signatures as check_signatures,
+)
 from .memory import (
     peak as peak,
     phases as phases,

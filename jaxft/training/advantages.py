@@ -24,9 +24,10 @@ from jaxft.core.advantages import (
 from jaxft.errors import TrajectoryError
 from jaxft.harness.curriculum import GroupReward
 from jaxft.harness.data_models import Trajectory, TrajectoryCollection
+from jaxft.harness.functions import Function
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.training.batch import CollectedRewards, TrainingBatch
-from jaxft.training.config import DistillationConfig, LossConfig
+from jaxft.training.config import DistillationConfig, LossConfig, reads
 from jaxft.training.rows import (
     JobRows,
     gather_examples,
@@ -120,11 +121,12 @@ def collect_rewards(
     group_ids = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
     named, metrics = None, {}
+    names = tuple(loss.reward_weights or sorted({name for t in trajectories for name in t.named_rewards or {}}))
+    table = np.array([_rewards_of_names(trajectory, names) for trajectory in trajectories])
+    if loss.multi_objective_aggregation == "normalize_then_sum" or reads(loss.estimator, "named_rewards"):
+        named = table
     if loss.reward_weights is not None:
-        table = np.array([_rewards_of_names(trajectory, loss.reward_weights) for trajectory in trajectories])
         weights = list(loss.reward_weights.values())
-        if loss.multi_objective_aggregation == "normalize_then_sum":
-            named = table
         has_own_reward = np.array([_has_own_reward(trajectory, loss) for trajectory in trajectories])
         rewards = np.where(has_own_reward, rewards, weighted_sum(table, weights))
     steps = _step_table(groups, rewards)
@@ -144,7 +146,7 @@ def collect_rewards(
         rewards[has_steps] = np.nan
         if named is not None:
             named[has_steps] = np.nan
-    collected = CollectedRewards(rewards, group_ids, named, steps, metrics)
+    collected = CollectedRewards(rewards, group_ids, named, steps, metrics, names)
     if loss.reward_weights is not None or loss.overlong_buffer_tokens is not None or steps is not None:
         trained = _rewards_to_go(collected, loss)[:, 0]
         if (known := trained[~np.isnan(trained)]).size:
@@ -180,7 +182,7 @@ def _rewards_to_go(collected: CollectedRewards, loss: LossConfig) -> np.ndarray:
     """Return the rewards `[trajectory, turn]` from each turn on; an outcome stands at the first turn. NaN elsewhere."""
     if collected.step_rewards is None:
         return collected.rewards[:, None]
-    gamma = 1.0 if loss.estimator in ("gae", "reinforce_pp") else loss.gamma  # they discount by the token
+    gamma = 1.0 if loss.is_per_token else loss.gamma  # which is then a discount by the token
     turns = np.arange(collected.step_rewards.shape[1])
     discounts = np.tril(gamma ** np.maximum(np.subtract.outer(turns, turns), 0))
     has_turn = ~np.isnan(collected.step_rewards)
@@ -257,12 +259,12 @@ def compute_advantages(
         trained = k1[mask]
         metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
     computed: dict[str, np.ndarray] = {}
-    if loss.estimator in ("gae", "reinforce_pp"):
+    if loss.is_per_token:
         computed = _advantages_per_token(job, credit, mask, k1, loss)
     else:
         computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
         if credit.step_rewards is not None:  # one of the two is 0, as its rewards are NaN
-            computed["advantages"] += _advantages_per_step(job, credit.step_rewards, credit.group_ids, k1, loss)
+            computed["advantages"] += _advantages_per_step(job, credit, k1, loss)
     if loss.distillation is not None:
         computed["advantages"], of_teacher = _add_distillation(job, computed["advantages"], mask, loss.distillation)
         metrics |= of_teacher
@@ -295,14 +297,41 @@ def _add_distillation(
     return weighed + gain, {"teacher_divergence": float(-gain[mask].mean())}
 
 
-def _advantages_per_step(
-    job: TrainingBatch, step_rewards: np.ndarray, group_ids: np.ndarray, k1: np.ndarray, loss: LossConfig
+def _own_advantages(
+    job: TrainingBatch, credit: CollectedRewards, loss: LossConfig, shape: tuple[int, ...], **rewards: np.ndarray | None
 ) -> np.ndarray:
+    """Return the advantages of an estimator of one's own; 0 where the rewards that they are of are not there.
+
+    Raises:
+        ValueError: they have another shape than `shape`.
+    """
+    assert isinstance(loss.estimator, Function)
+    mask = np.asarray(job.batch.completion_mask)[job.tokens]
+    columns = {} if credit.named_rewards is None else dict(zip(credit.names, credit.named_rewards.T, strict=True))
+    lengths = np.bincount(job.trajectories[job.places[0][mask]], minlength=len(credit.rewards))
+    given: dict[str, Any] = {"step_rewards": None, **rewards, "group_ids": credit.group_ids, "named_rewards": columns}
+    given |= {"lengths": lengths, "trajectories": job.trajectories, "gamma": loss.gamma}
+    found = np.asarray(loss.estimator.call(**loss.estimator.accepted(given)), np.float64)
+    if found.shape != shape:
+        raise ValueError(f"{loss.estimator.place} returned advantages of shape {found.shape}; wanted {shape}")
+    return found
+
+
+def _advantages_per_step(job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig) -> np.ndarray:
+    assert credit.step_rewards is not None
+    step_rewards = credit.step_rewards
     turns, trajectories = job.turns[job.tokens], job.trajectories[job.places[0]]
     has_turn, steps = (turns >= 0) & ~np.isnan(step_rewards).all(axis=1)[trajectories], step_rewards.copy()
     np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
     advantages = np.zeros(len(turns))
-    per_step = np.asarray(step_advantages(steps, group_ids, loss.estimator, gamma=loss.gamma))
+    if reads(loss.estimator, "step_rewards"):
+        no_outcomes = np.full(len(steps), np.nan)
+        per_step = _own_advantages(job, credit, loss, steps.shape, rewards=no_outcomes, step_rewards=steps)
+    else:
+        estimator: Any = loss.estimator
+        if isinstance(estimator, Function):
+            estimator = lambda rewards, _: _own_advantages(job, credit, loss, rewards.shape, rewards=rewards)  # noqa: E731
+        per_step = np.asarray(step_advantages(steps, credit.group_ids, estimator, gamma=loss.gamma))
     advantages[has_turn] = per_step[trajectories[has_turn], turns[has_turn]]
     return advantages
 
@@ -310,19 +339,23 @@ def _advantages_per_step(
 def _advantages_per_trajectory(
     job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig
 ) -> np.ndarray:
-    if credit.named_rewards is not None and loss.reward_weights is not None:
+    if loss.multi_objective_aggregation == "normalize_then_sum":
+        assert credit.named_rewards is not None and loss.reward_weights is not None
         weights = list(loss.reward_weights.values())
         return np.asarray(normalize_then_sum(credit.named_rewards, credit.group_ids, weights))
     divergence = np.zeros(len(credit.rewards))
     np.add.at(divergence, job.trajectories, [span.sum() for span in _split(job, k1)])
     rewards = credit.rewards - loss.kl_weight * divergence
-    return np.asarray(estimate_advantages(rewards, credit.group_ids, loss.estimator))
+    if isinstance(loss.estimator, str):
+        return np.asarray(estimate_advantages(rewards, credit.group_ids, loss.estimator))
+    found = _own_advantages(job, credit, loss, rewards.shape, rewards=rewards)
+    return np.where(np.isnan(rewards), 0.0, found)
 
 
 def _advantages_per_token(
     job: TrainingBatch, credit: CollectedRewards, mask: np.ndarray, k1: np.ndarray, loss: LossConfig
 ) -> dict[str, np.ndarray]:
-    """Return the whitened advantage, and for GAE the return, of every token, sequence by sequence."""
+    """Return the advantage, whitened but for a function of one's own, and for GAE the return of every token."""
 
     def rows(values: np.ndarray) -> np.ndarray:
         table = np.zeros((len(job.trajectories), job.packing.lengths.max()), values.dtype)
@@ -335,6 +368,10 @@ def _advantages_per_token(
         turns, steps = _split(job, job.turns[job.tokens]), credit.step_rewards[job.trajectories]
         rewards += rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
     rewards, found = rewards - loss.kl_weight * rows(k1), {}
+    if isinstance(loss.estimator, Function):
+        tables = {"token_rewards": rewards, "completion_mask": trained, "rewards": credit.rewards}
+        found["advantages"] = _own_advantages(job, credit, loss, trained.shape, **tables)[job.places]
+        return found
     if loss.estimator == "reinforce_pp":
         advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
     else:

@@ -60,9 +60,10 @@ class CollectedRewards(NamedTuple):
     Attributes:
         rewards: one outcome per trajectory, after the length penalty.
         group_ids: group of each trajectory.
-        named_rewards: one column per entry of `reward_weights`, where each is normalised separately; else None.
+        named_rewards: one column per name of `names`, where the estimator reads each separately; else None.
         step_rewards: one column per turn, NaN after the last turn; None without shaped rewards.
         metrics: mean length penalty.
+        names: names of the columns of `named_rewards`.
     """
 
     rewards: np.ndarray
@@ -70,6 +71,7 @@ class CollectedRewards(NamedTuple):
     named_rewards: np.ndarray | None
     step_rewards: np.ndarray | None
     metrics: dict[str, float]
+    names: tuple[str, ...] = ()
 
 
 class TrainingBatch(NamedTuple):

@@ -1,13 +1,15 @@
 """Configuration of the loss and of the optimizer."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainSerializer, model_validator
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error
+from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 
 AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "reinforce_pp", "gae"]
+ScheduleName = Literal["constant", "linear", "cosine"]
 CorrectionName = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask", "ratio", "none"
 ]
@@ -18,8 +20,42 @@ OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward"
 NOT_READ = {"cispo": ("clip_low",), "reinforce": ("clip_low", "clip_high")}
 """Fields that single policy losses do not read, by loss; those of the value function are read by ppo only."""
 
+TRAJECTORY_MEANS = ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo")
+"""Aggregations, and losses with one of them, that count trajectories and not tokens."""
+
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
 """Advantage estimators that do not divide by a standard deviation, which would rescale a KL in the reward."""
+
+
+LOSS_KEYWORDS = (
+    "importance_level",
+    "aggregation",
+    "clip_low",
+    "clip_high",
+    "delta",
+    "beta",
+    "kl",
+    "max_completion_tokens",
+)
+"""Fields of `LossConfig` that a loss function of one's own gets as keywords, if it has parameters for them."""
+
+
+def reads(estimator: str | Function, keyword: str) -> bool:
+    """Return True if an estimator is a function of one's own that has a parameter of this name."""
+    return isinstance(estimator, Function) and keyword in (estimator.keywords or ())
+
+
+def named_function(values: Any) -> Any:
+    """Return the fields of a loss or optimizer, with the name `function` if there is one and no name."""
+    is_unnamed = isinstance(values, dict) and values.get("function") is not None and "name" not in values
+    return {**values, "name": "function"} if is_unnamed else values
+
+
+def check_named(name: str, function: Function | None) -> None:
+    """Raise unless the name is `function` where there is one, and another where there is none."""
+    if (name == "function") != (function is not None):
+        has = "no function" if function is None else "a function, too: leave out the name"
+        raise config_error(f"name is '{name}', but there is {has}")
 
 
 class ReferenceConfig(ConfigModel):
@@ -101,11 +137,24 @@ class PreferenceConfig(ConfigModel):
 class LossConfig(ConfigModel):
     """A published loss by name, and the settings that differ from it."""
 
-    name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft"] = Field(
-        default="grpo", description="Published loss, which decides the fields below that are null."
+    name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft", "function"] = (
+        Field(
+            default="grpo",
+            description="Published loss, which decides the fields below that are null; function, if there is one.",
+        )
     )
-    advantages: AdvantageName | None = Field(
-        default=None, description="Advantage estimator; null: group_mean for dr_grpo, gae for ppo, group for others."
+    function: NamedFunction | None = Field(
+        default=None,
+        description="Policy loss of your own as module:name, in the form of jaxft.losses.PolicyLoss: it gets the "
+        "tables of a batch, and the fields importance_level to kl below, by its parameters. null: that of name.",
+    )
+    options: NamedOptions = Field(default={}, validate_default=True, description="More keywords of the function.")
+    advantages: (
+        Annotated[AdvantageName | Function, name_or_function(*get_args(AdvantageName)), PlainSerializer(str)] | None
+    ) = Field(
+        default=None,
+        description="Advantage estimator, or one of your own as module:name, in the form of "
+        "jaxft.advantages.Estimator; null: group_mean for dr_grpo, gae for ppo, group for others.",
     )
     aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = Field(
         default=None,
@@ -218,9 +267,19 @@ class LossConfig(ConfigModel):
         return self.kl_weight > 0 or self.name == "dpo"
 
     @property
-    def estimator(self) -> str:
+    def estimator(self) -> str | Function:
         """Advantage estimator: the configured one, else the default of the published loss."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
+
+    @property
+    def is_own(self) -> bool:
+        """True if the loss or the estimator is a function of one's own."""
+        return self.function is not None or isinstance(self.estimator, Function)
+
+    @property
+    def is_per_token(self) -> bool:
+        """True if the estimator gives each token an advantage from rewards per token, and discounts by the token."""
+        return self.estimator in ("gae", "reinforce_pp") or reads(self.estimator, "completion_mask")
 
     @property
     def _has_zero_advantages(self) -> bool:
@@ -233,7 +292,11 @@ class LossConfig(ConfigModel):
         """Unit that the loss is averaged over: a count of `TrainingBatch.counts`."""
         if self.name == "dpo":
             return "pairs"
-        if (self.aggregation or self.name) not in ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo"):
+        if self.function is not None and self.aggregation is None:
+            is_per_token = not self.function.takes("trajectory_tokens")
+        else:
+            is_per_token = (self.aggregation or self.name) not in TRAJECTORY_MEANS
+        if is_per_token:
             return "tokens"
         return "trajectories" if self.weigh == "trajectory" else "sequences"
 
@@ -263,9 +326,20 @@ class LossConfig(ConfigModel):
             correction = None
         return self.model_copy(update={"correction": correction})
 
+    @model_validator(mode="before")
+    @classmethod
+    def _is_named_function(cls, values: Any) -> Any:
+        return named_function(values)
+
     @model_validator(mode="after")
     def _has_what_it_reads(self) -> "LossConfig":
+        check_named(self.name, self.function)
         own = set(OTHER_LOSSES.get(self.name, POLICY_FIELDS)) - set(NOT_READ.get(self.name, ()))
+        if self.function is None:
+            own -= {"function", "options"}
+        else:
+            in_reward = {"beta", "kl"} if self.kl == "k1_in_reward" else set()
+            own -= {name for name in LOSS_KEYWORDS if not self.function.takes(name)} - in_reward
         if self.is_policy_loss and self.name != "ppo":
             own -= {"gae_lambda", "bootstrap", "value_coef", "value_clip"}
         if self.name == "ppo":
@@ -278,7 +352,8 @@ class LossConfig(ConfigModel):
         strange = sorted(set(changed) - {"name", *own})
         if strange:
             hint = " (a reference is for a beta above 0)" if "reference" in strange else ""
-            raise config_error(f"{self.name} has no {', '.join(strange)}: take them out{hint}")
+            which = self.name if self.function is None else self.function.place
+            raise config_error(f"{which} has no {', '.join(strange)}: take them out{hint}")
         if self.name == "dpo" and self.beta == 0:
             raise config_error("dpo needs a beta above 0")
         if self.name == "reinforce" and self.correction is not None and self.correction.name == "ratio":
@@ -289,7 +364,8 @@ class LossConfig(ConfigModel):
     def _fits_together(self) -> "LossConfig":
         if (self.name == "ppo") != (self.estimator == "gae"):
             raise config_error("ppo needs advantages 'gae', and 'gae' needs ppo: no other loss trains a value head")
-        if self.kl_weight and self.kl == "k1_in_reward" and self.estimator not in UNSCALED:
+        is_named = isinstance(self.estimator, str)
+        if self.kl_weight and self.kl == "k1_in_reward" and is_named and self.estimator not in UNSCALED:
             raise config_error(
                 f"kl 'k1_in_reward' with advantages {self.estimator!r} would divide beta by the spread of the rewards; "
                 f"take one of {', '.join(UNSCALED)}"
@@ -317,15 +393,52 @@ POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("
 """Fields that policy losses read, and dpo and sft do not."""
 
 
+class ParameterGroupConfig(ConfigModel):
+    """Parameters whose paths match a pattern, with a learning rate and a weight decay of their own."""
+
+    pattern: str = Field(
+        min_length=1, description="Pattern of paths, as in layers/*/scale or embed; * stands for any text."
+    )
+    rate_factor: float = Field(
+        default=1.0, ge=0.0, allow_inf_nan=False, description="Factor of the learning rate; 0: they stay as they are."
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0.0, le=LARGEST_FLOAT32, description="Weight decay; null: that of all others."
+    )
+
+
 class OptimizerConfig(ConfigModel):
     """Optimizer, learning-rate schedule and gradient clipping."""
 
-    name: Literal["adamw", "sgd"] = Field(default="adamw", description="AdamW (arXiv 1711.05101), or plain SGD.")
+    name: Literal["adamw", "sgd", "lion", "muon", "schedule_free", "function"] = Field(
+        default="adamw",
+        description="AdamW (arXiv 1711.05101), plain SGD, Lion (2302.06675), Muon with AdamW for embeddings and norms "
+        "(2502.16982), or schedule-free AdamW (2405.15682); function, if there is one.",
+    )
+    function: NamedFunction | None = Field(
+        default=None,
+        description="Function as module:name that returns an optax transformation, as optax.contrib:prodigy does. It "
+        "gets, by its parameters, learning_rate (the schedule), weight_decay with its mask, b1 and b2. null: name.",
+    )
+    options: NamedOptions = Field(
+        default={},
+        validate_default=True,
+        description="More keywords of the function, or of the optimizer of that name in optax.",
+    )
     learning_rate: float = Field(
         default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate at the end of the warm-up."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Shape of the learning-rate schedule after the warm-up."
+    schedule: Annotated[ScheduleName | Function, name_or_function(*get_args(ScheduleName)), PlainSerializer(str)] = (
+        Field(
+            default="constant",
+            description="Shape of the learning rate after the warm-up; or a function as module:name that returns "
+            "the whole schedule, as optax:exponential_decay does.",
+        )
+    )
+    schedule_options: NamedOptions = Field(
+        default={},
+        validate_default=True,
+        description="Keywords of a schedule that is a function; it also gets learning_rate.",
     )
     warmup_updates: int = Field(default=0, ge=0, description="Updates of the linear warm-up.")
     decay_updates: int | None = Field(
@@ -337,14 +450,37 @@ class OptimizerConfig(ConfigModel):
     b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay rate of the first moment.")
     b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay rate of the second moment.")
     weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="AdamW's weight decay; norms and biases are left out."
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="Decoupled weight decay; norms and biases are left out."
+    )
+    groups: tuple[ParameterGroupConfig, ...] = Field(
+        default=(), description="Parameters with another learning rate or weight decay; the first that matches counts."
     )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0.0, description="Global norm that gradients are clipped to; null: no clipping."
     )
 
+    @property
+    def is_own(self) -> bool:
+        """True if something is not of jaxft's own making, and so to be checked."""
+        return bool(self.function or isinstance(self.schedule, Function) or self.options or self.groups)
+
     @model_validator(mode="after")
     def _falls_over_some_updates(self) -> "OptimizerConfig":
-        if (self.schedule == "constant") != (self.decay_updates is None):
+        if isinstance(self.schedule, Function):
+            if self.decay_updates is not None or self.warmup_updates:
+                raise config_error(f"{self.schedule.place} is the whole schedule: leave out warmup and decay_updates")
+        elif (self.schedule == "constant") != (self.decay_updates is None):
             raise config_error("schedules 'linear' and 'cosine' need decay_updates, and 'constant' has none")
+        if self.schedule_options and not isinstance(self.schedule, Function):
+            raise config_error(f"schedule_options are for a function, but schedule is '{self.schedule}'")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_named_function(cls, values: Any) -> Any:
+        return named_function(values)
+
+    @model_validator(mode="after")
+    def _is_one_optimizer(self) -> "OptimizerConfig":
+        check_named(self.name, self.function)
         return self

@@ -1,5 +1,7 @@
 """Loss, optimizer, learning-rate schedule and jitted update of a configuration, and the metrics of several updates."""
 
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
@@ -11,11 +13,13 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxft.core.correction import sampler_correction
 from jaxft.core.divergence import Teacher
 from jaxft.core.losses import Metrics, policy_loss
-from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
-from jaxft.core.sharding import constrain
-from jaxft.core.types import Model
+from jaxft.core.objectives import PolicyLoss, dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
+from jaxft.core.sharding import constrain, path_text
+from jaxft.core.types import Model, Params
 from jaxft.core.update import LossFn, Update, make_update
-from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.errors import did_you_mean
+from jaxft.harness.functions import Function, accepted
+from jaxft.training.config import LOSS_KEYWORDS, LossConfig, OptimizerConfig, ParameterGroupConfig
 
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics summed over the updates of a job; all others are averaged, or maximised if the name ends in `_max`."""
@@ -47,28 +51,13 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher
         return sft_loss
     if config.name == "dpo":
         return partial(dpo_loss, beta=0.1 if config.beta is None else config.beta, **dict(config.preference))
-    in_loss = config.kl != "k1_in_reward"
-    loss = partial(
-        policy_loss,
-        loss=config.name,
-        importance_level=config.importance_level,
-        aggregation=config.aggregation,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
-        delta=config.delta,
-        beta=config.kl_weight if in_loss else 0.0,
-        kl=config.kl if in_loss else "k3_ratio",
-        max_completion_tokens=config.max_completion_tokens,
-    )
+    loss = make_policy_loss(config)
     correction = None
     if config.correction is not None:
         kind, low, high = config.correction.name, config.correction.low, config.correction.high
         correction = partial(sampler_correction, kind=kind, low=low, high=high)
-    # Impossible options are refused here, before anything has been sampled.
-    row = jax.ShapeDtypeStruct((1, 2), jnp.float32)
-    jax.eval_shape(lambda x: loss(x, None, x[:, 0], x > 0, ref_logprobs=x), row)
-    if correction is not None:
-        jax.eval_shape(lambda x: correction(x, x, x > 0), row)
+        # Impossible bounds are refused here, before anything has been sampled.
+        jax.eval_shape(lambda x: correction(x, x, x > 0), jax.ShapeDtypeStruct((1, 2), jnp.float32))
     shared: dict[str, Any] = {
         "loss": loss,
         "entropy_coef": config.entropy_coef,
@@ -86,26 +75,144 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher
     return partial(grpo_loss, **shared)
 
 
+def make_policy_loss(config: LossConfig) -> PolicyLoss:
+    """Return the policy loss that a configuration names, or the function of its own, with all options bound.
+
+    Raises:
+        ValueError: options exclude each other, or one is missing.
+    """
+    keywords: dict[str, Any] = {name: dict(config)[name] for name in LOSS_KEYWORDS}
+    has_kl = config.kl_weight > 0 and config.kl != "k1_in_reward"
+    keywords |= {"beta": config.kl_weight, "kl": config.kl} if has_kl else {"beta": 0.0, "kl": "k3_ratio"}
+    row = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+    if config.function is None:
+        loss: PolicyLoss = partial(policy_loss, loss=config.name, **keywords)
+        # Impossible options are refused here, before anything has been sampled.
+        jax.eval_shape(lambda x: loss(x, None, x, x > 0, ref_logprobs=x), row)
+        return loss
+    if not has_kl:
+        del keywords["kl"], keywords["beta"]
+    given = config.function.accepted({name: value for name, value in keywords.items() if value is not None})
+    return bind_loss(config.function, {**given, **config.options})
+
+
+def bind_loss(function: Function, options: Mapping[str, Any]) -> PolicyLoss:
+    """Return a function in the form of `policy_loss` that gives another one the keywords it has parameters for.
+
+    That function always gets `old_logprobs`: those of the present policy, where they are the same.
+    """
+
+    def loss(
+        logprobs: Any, old_logprobs: Any, advantages: Any, completion_mask: Any, **tables: Any
+    ) -> tuple[Array, Metrics]:
+        given = {"logprobs": logprobs, "advantages": advantages, "completion_mask": completion_mask, **tables}
+        given["old_logprobs"] = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
+        returned = function.call(**function.accepted(given), **options)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
+            raise TypeError(f"returned {type(returned).__name__}; wanted (loss, metrics), metrics a dict")
+        value, metrics = returned
+        return jnp.asarray(value), jax.tree.map(lambda x: jax.lax.stop_gradient(jnp.asarray(x)), metrics)
+
+    return loss
+
+
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Return the optax transformation, without clipping: the update clips, after it has checked the gradient norm."""
-    learning_rate = make_schedule(config)
-    if config.name == "sgd":
-        return optax.sgd(learning_rate)
-    return optax.adamw(
+    """Return the optax transformation, without clipping: the update clips, after it has checked the gradient norm.
+
+    Raises:
+        TypeError: a function does not take its options, or returns no optax transformation.
+    """
+    groups = (*config.groups, ParameterGroupConfig(pattern="*"))
+    made = {str(number): _make_group(config, each) for number, each in enumerate(groups)}
+    return optax.partition(made, partial(group_labels, config.groups)) if config.groups else made["0"]
+
+
+def group_labels(groups: tuple[ParameterGroupConfig, ...], params: Params) -> Params:
+    """Return the tree of the numbers, as text, of the groups that parameters belong to; the last is that of the others.
+
+    Raises:
+        ValueError: no parameter belongs to a group.
+    """
+    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    numbers = [
+        next((i for i, each in enumerate(groups) if fnmatchcase(path, each.pattern)), len(groups)) for path in paths
+    ]
+    for number, each in enumerate(groups):
+        if number not in numbers:
+            near = did_you_mean(each.pattern, paths, what="there are")
+            raise ValueError(f"optimizer.groups: no parameter is left for the pattern '{each.pattern}'{near}")
+    return jax.tree.unflatten(jax.tree.structure(params), map(str, numbers))
+
+
+def _make_group(config: OptimizerConfig, group: ParameterGroupConfig) -> optax.GradientTransformation:
+    """Return the transformation of a group of parameters."""
+    if group.rate_factor == 0:
+        return optax.set_to_zero()
+    rate, defaults = make_schedule(config), OptimizerConfig()
+    settings = {
+        "learning_rate": rate if group.rate_factor == 1 else lambda step: group.rate_factor * rate(step),
+        "weight_decay": config.weight_decay if group.weight_decay is None else group.weight_decay,
+        "mask": decayed,
+        # Left out at their defaults, which are AdamW's: others have others.
+        **({"b1": config.b1} if config.b1 != defaults.b1 else {}),
+        **({"b2": config.b2} if config.b2 != defaults.b2 else {}),
+    }
+    function = OPTIMIZERS[config.name] if config.function is None else config.function.call
+    made = function(**accepted(function, settings), **config.options)
+    if not isinstance(made, optax.GradientTransformation):
+        raise TypeError(f"returned {made!r:.50}; wanted an optax transformation")
+    return made
+
+
+def decayed(params: Params) -> Params:
+    """Return the tree of booleans that are True for parameters with weight decay: all but norms and biases.
+
+    Stacked over layers, norms and biases have two axes, so that names decide and not ranks.
+    """
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("scale", "bias"), params)
+
+
+def _muon(
+    learning_rate: optax.Schedule, weight_decay: float, mask: Callable[[Params], Params], **options: Any
+) -> optax.GradientTransformation:
+    """Return Muon for the matrices of the layers, stacked or not, and AdamW for embeddings, heads, norms and biases."""
+
+    def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        is_matrix = leaf.ndim >= 2 and path[-1].key not in ("scale", "bias") and "layers" in path_text(path)
+        return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if is_matrix else None
+
+    return optax.contrib.muon(
         learning_rate,
-        b1=config.b1,
-        b2=config.b2,
-        weight_decay=config.weight_decay,
-        # Norms and biases stay out: stacked over layers they have two axes, so names decide and not ranks.
-        mask=lambda params: jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key not in ("scale", "bias"), params
-        ),
+        weight_decay=weight_decay,
+        adam_weight_decay=weight_decay,
+        weight_decay_mask=mask,
+        muon_weight_dimension_numbers=partial(jax.tree_util.tree_map_with_path, axes),
+        **options,
     )
+
+
+def _schedule_free(
+    learning_rate: optax.Schedule, b1: float = 0.9, **settings: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Return schedule-free AdamW; the parameters are the points at which it takes gradients."""
+    return optax.contrib.schedule_free(optax.adamw(learning_rate, b1=0.0, **settings), learning_rate, b1=b1)
+
+
+OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
+    "adamw": optax.adamw,
+    "sgd": optax.sgd,
+    "lion": optax.lion,
+    "muon": _muon,
+    "schedule_free": _schedule_free,
+}
+"""Functions that make the optimizers of `OptimizerConfig.name`."""
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Return the schedule, updates counted from 0: linear warm-up, then constant, or linear or cosine decay."""
     rate, warmup = config.learning_rate, config.warmup_updates
+    if isinstance(config.schedule, Function):
+        return config.schedule.call(**config.schedule.accepted({"learning_rate": rate}), **config.schedule_options)
     if config.decay_updates is None:
         after = optax.constant_schedule(rate)
     elif config.schedule == "linear":

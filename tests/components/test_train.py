@@ -19,10 +19,19 @@ import yaml
 import jaxft
 from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, TooManyFailures
 from jaxft.harness.signals import current_shutdown
+from tests import own_functions
 
 TEN_LINES = Path(__file__).parents[2] / "examples" / "ten_lines.py"
 PROMPTS, ANSWERS = [f"number {i}?" for i in range(4)], list("0123")
 OPTIONS = {"num_epochs": 3, "learning_rate": 1e-2, "max_completion_length": 8}
+OWN = {
+    "loss": own_functions.pull,
+    "advantages": "tests.own_functions:above_mean",
+    "optimizer": own_functions.sign_descent,
+    "reward_weights": [0.75, 0.25],
+    "on_trajectories": own_functions.count_groups,
+    "on_epoch_end": own_functions.count_metrics,
+}
 
 
 def digits(completions, **kwargs):
@@ -40,13 +49,14 @@ def metrics_of(folder):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train") / "whole"
-    return jaxft.train("qwen3-50k", [digits, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS)
+    return jaxft.train("qwen3-50k", [digits, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **OWN)
 
 
 def test_the_result_has_history_plot_and_model(whole):
     assert [row["epoch"] for row in whole.history] == [0, 1, 2]
     for row in whole.history:
-        assert {"reward/digits", "reward/right"} <= row.keys() and row["episodes"] == 32
+        assert {"reward/digits", "reward/right", "strength", "own_metrics"} <= row.keys() and row["episodes"] == 32
+        assert row["own_groups"] == 4 and row["own_epoch"] == row["epoch"]
     assert whole.rewards == [row["reward_mean"] for row in whole.history]
     assert whole.plot()._repr_png_().startswith(b"\x89PNG")
     assert whole.final["reward_last"] == whole.rewards[-1] and whole.final["num_epochs"] == 3
@@ -72,7 +82,7 @@ def test_a_run_interrupted_in_a_notebook_goes_on_as_if_nothing_had_happened(whol
 
     def train(reward, **options):
         return jaxft.train(
-            "qwen3-50k", [reward, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **options
+            "qwen3-50k", [reward, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **OWN | options
         )
 
     def interrupting(completions, **kwargs):
@@ -96,6 +106,9 @@ def test_a_run_interrupted_in_a_notebook_goes_on_as_if_nothing_had_happened(whol
     step = re.search(r"checkpoint ([12])\b", str(caught.value))
     assert step and f"jaxft.train(..., output_dir='{folder}', resume=True)" in str(caught.value)
     assert signal.getsignal(signal.SIGINT) is before and len(metrics_of(folder).splitlines()) == int(step[1])
+    own = r"loss.function: was tests.own_functions:pull@\w+ and is tests.own_functions:with_reference@\w+: to go on"
+    with pytest.raises(ConfigError, match=own):
+        train(digits, resume=True, loss=own_functions.with_reference, beta=0.1)
     result = asyncio.run(notebook(digits, resume=True))
     assert metrics_of(folder) == metrics_of(whole.output_dir) and len(result.history) == 3
     with pytest.raises(RunDirectoryError, match="interrupted"):  # it holds a run, which nothing overwrites
@@ -171,9 +184,12 @@ def test_wrong_arguments_are_refused_at_the_door_and_leave_no_folder(tmp_path, m
             ("qwen3-50k", digits, ["a"] * 2),
             {"optimizer": RECORD},
             ConfigError,
-            "local.optimizer.learning_rate': ",
+            r"local.optimizer.function: \[1, 2\] is no function",
         ),
         (("qwen3-50k", digits, PROMPTS), {"num_generations": 1}, ConfigError, "num_generations: is 1"),
+        (("qwen3-50k", digits, PROMPTS), {"reward_weights": [1, 2]}, ConfigError, "is a number for each of digits"),
+        (("qwen3-50k", digits, PROMPTS), {"loss": "tests.own_functions:pul"}, ConfigError, "mean 'pull'"),
+        (("qwen3-50k", digits, PROMPTS), {"on_epoch_end": print}, ConfigError, "takes neither 'metrics'"),
         (("qwen3-50k", digits, PROMPTS), {"answer": ["1"]}, DatasetError, "'answer' has 1 values"),
         (("qwen3-50k", digits, PROMPTS), {"resume": True}, ConfigError, "output_dir"),
         (("qwen3-50k", digits, PROMPTS), {"overrides": {"finetuning.sed": 1}}, ConfigError, "mean 'seed'"),

@@ -148,7 +148,7 @@ def test_estimators_by_name():
     names = ["group", "group_mean", "leave_one_out", "batch"]
     for name, estimator in zip(names, GROUP_ESTIMATORS, strict=True):
         assert np.array_equal(estimate_advantages(rewards, groups, name), estimator(rewards, groups))
-    with pytest.raises(ValueError, match="estimator is 'median'; wanted group, group_mean"):
+    with pytest.raises(ValueError, match="estimator is 'median'; wanted one of group, group_mean"):
         estimate_advantages(rewards, groups, "median")
 
 

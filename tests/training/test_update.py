@@ -48,7 +48,7 @@ def test_sgd_is_plain():
         {"weight_decay": float("inf")},
         {"b1": 1.0},
         {"max_grad_norm": 0.0},
-        {"name": "lion"},
+        {"name": "adagrad"},
         {"schedule": "cosine"},
         {"decay_updates": 5},
     ],

@@ -1,0 +1,201 @@
+"""Losses, estimators and optimizers of one's own: what is refused, and equality with those that come with jaxft."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxft.core.advantages import step_advantages
+from jaxft.core.update import init_train_state
+from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.function_checks import _tables, check_signatures, check_values
+from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
+from tests.training.test_advantages import found
+
+OWN = "tests.own_functions:"
+
+
+def faults(loss=None, optimizer=None):
+    """Return the faults of functions, by field."""
+    configs = LossConfig(**loss or {}), OptimizerConfig(**optimizer or {})
+    return dict(check_signatures(*configs))
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        ({"function": "per_token"}, "returned a loss of shape (2, 4), float32; wanted a scalar"),
+        ({"function": "alone"}, "wanted (loss, metrics), metrics a dict"),
+        ({"function": "taken_metric"}, "returned the metric 'grad_norm', whose name is taken"),
+        ({"function": "broken"}, "raised NameError: name 'nothing' is not defined, at "),
+        ({"function": "misspelt"}, "takes 'mask', which is not given and no option"),
+        ({"function": "pull", "options": {"strenght": 2.0}}, "takes no 'strenght'; did you mean 'strength'?"),
+        ({"function": "with_reference"}, "takes 'ref_logprobs', which is None: set loss.beta above 0"),
+        ({"function": "pull", "correction": {"name": "token_mask"}}, "takes no 'policy_weights', but there are some"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_refused_on_shapes(loss, message):
+    (refusal,) = faults(loss | {"function": OWN + loss["function"]}).items()
+    assert refusal[0] == "loss.function" and message in refusal[1]
+    assert "own_functions.py:" in refusal[1]
+
+
+@pytest.mark.parametrize(
+    "loss, message",
+    [
+        ({"function": "unmasked"}, "has a gradient that is not finite on rows whose padding holds -inf"),
+        ({"function": "detached"}, "has no gradient in logprobs"),
+        ({"advantages": "too_few"}, "returned advantages of shape (1,); wanted (4,)"),
+        ({"advantages": "infinite"}, "for a trajectory with a reward"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*encountered in divide")
+def test_values_that_train_nothing_are_refused(loss, message):
+    named = {name: OWN + value for name, value in loss.items()}
+    assert faults(named) == {}
+    ((field, refusal),) = check_values(LossConfig(**named))
+    assert field == f"loss.{next(iter(loss))}" and message in refusal
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "dr_grpo"])
+def test_the_shipped_loss_as_a_function_is_the_same_program(name, packed):
+    fields = {"beta": 0.1, "max_completion_tokens": 9}
+    shipped, own = (
+        LossConfig(name=name, **fields),
+        LossConfig(function="jaxft:policy_loss", options={"loss": name}, **fields),
+    )
+    assert not list(check_signatures(own, OptimizerConfig()))
+    tables = _tables(own, is_packed=packed)
+    lowered = (jax.jit(lambda t, loss=make_policy_loss(each): loss(**t)).lower(tables) for each in (shipped, own))
+    texts = [each.as_text() for each in lowered]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "estimator, shipped",
+    [
+        ("jaxft:group_advantages", "group"),
+        (OWN + "above_mean", "group_mean"),
+        (OWN + "rewards_to_go", "reinforce_pp"),
+    ],
+)
+@pytest.mark.parametrize("steps", [False, True])
+def test_an_estimator_of_ones_own_equals_the_shipped_one(make_group, estimator, shipped, steps):
+    shaped = {"shaped_rewards": [[1.0, 0.0], [0.0, 3.0]]} if steps else {}
+    groups = [make_group(1.0, 3.0, **shaped), make_group(0.0, 2.5), make_group(4.0, None)]
+    fields = {"name": "reinforce", "gamma": 0.5}
+    own, theirs = (found(groups, advantages=each, **fields) for each in (estimator, shipped))
+    for one, other in zip(own.advantages, theirs.advantages, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    assert not list(check_values(LossConfig(advantages=estimator)))
+
+
+def test_an_estimator_gets_named_rewards_lengths_and_steps(make_group):
+    groups = [make_group(1.0, 3.0, named_rewards=[{"right": 2.0, "short": 1.0}, {"right": 4.0, "short": 1.0}])]
+    lengths = [sum(sum(row.completion_mask) for row in each.sequences) for each in groups[0]]
+    got = found(groups, advantages=OWN + "by_name").advantages
+    assert [set(each) for each in got] == [{np.float32(2.0 / lengths[0])}, {np.float32(4.0 / lengths[1])}]
+    groups = [make_group(1.0, 3.0, shaped_rewards=[[1.0, 5.0], [2.0, 6.0]])]
+    got = found(groups, advantages=OWN + "by_step").advantages
+    assert [sorted(set(each) - {0.0}) for each in got] == [[1.0, 5.0], [2.0, 6.0]]  # 0 on the prompt
+
+
+def test_steps_take_any_function_of_rewards_and_groups():
+    table, groups = [[1.0, 2.0], [3.0, 0.0]], [0, 0]
+    first = step_advantages(table, groups, "group_mean")
+    assert np.array_equal(first, step_advantages(table, groups, lambda rewards, ids: rewards - rewards.mean()))
+
+
+@pytest.mark.parametrize(
+    "optimizer, field, message",
+    [
+        ({"function": OWN + "no_transformation"}, "optimizer.function", "returned 3; wanted an optax transformation"),
+        (
+            {"function": OWN + "sign_descent", "options": {"stength": 1}},
+            "optimizer.function",
+            "did you mean 'strength'?",
+        ),
+        ({"options": {"epsilon": 1e-6}}, "optimizer", "cannot be made with these options"),
+        ({"schedule": OWN + "halving"}, "optimizer.schedule", "takes 'every', which is not given and no option"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_used_is_refused(optimizer, field, message):
+    (refusal,) = faults(optimizer=optimizer).items()
+    assert refusal[0] == field and message in refusal[1]
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"function": OWN + "sign_descent", "options": {"strength": 2.0}},
+        {"name": "lion", "options": {"mu_dtype": "bfloat16"}},
+        {"name": "muon", "options": {"consistent_rms": 0.2}, "weight_decay": 0.1},
+        {"name": "schedule_free", "warmup_updates": 3},
+        {
+            "schedule": "optax:exponential_decay",
+            "schedule_options": {"init_value": 1.0, "transition_steps": 2, "decay_rate": 0.5},
+        },
+    ],
+)
+def test_optimizers_by_name_and_function_are_taken(optimizer):
+    assert faults(optimizer=optimizer) == {}
+
+
+def test_the_shipped_optimizer_as_a_function_is_the_same_program():
+    params = {"layers": {"kernel": np.ones((2, 3, 3), np.float32), "scale": np.ones((2, 3), np.float32)}}
+
+    def text(**fields):
+        made = make_optimizer(OptimizerConfig(weight_decay=0.1, warmup_updates=2, **fields))
+        return str(jax.make_jaxpr(lambda p: made.update(p, made.init(p), p))(params))
+
+    assert text() == text(function="optax:adamw") != text(function="optax:adam")
+
+
+def test_groups_have_a_rate_and_a_decay_of_their_own():
+    params = {
+        "embed": np.ones((2, 2), np.float32),
+        "layers": {"kernel": np.full((1, 2, 2), 2.0, np.float32), "scale": np.ones((1, 2), np.float32)},
+    }
+    groups = (
+        {"pattern": "embed", "rate_factor": 0.0},
+        {"pattern": "layers/kernel", "rate_factor": 2.0, "weight_decay": 0.5},
+    )
+    config = OptimizerConfig(name="function", function="optax:adamw", learning_rate=0.1, groups=groups)
+    optimizer = make_optimizer(config)
+
+    @jax.jit
+    def step(params):
+        grads = jax.tree.map(jax.numpy.zeros_like, params)
+        updates, _ = optimizer.update(grads, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    after = step(params)  # without a gradient only the weight decay moves them
+    np.testing.assert_array_equal(after["embed"], params["embed"])
+    np.testing.assert_array_equal(after["layers"]["scale"], params["layers"]["scale"])
+    np.testing.assert_allclose(after["layers"]["kernel"], 2.0 - 0.1 * 2.0 * 0.5 * 2.0, rtol=1e-6)
+
+
+def test_a_group_without_parameters_is_refused():
+    optimizer = make_optimizer(OptimizerConfig(groups=({"pattern": "layer/*"},)))
+    with pytest.raises(ValueError, match=r"no parameter is left for the pattern 'layer/\*'"):
+        jax.eval_shape(optimizer.init, {"layers": {"kernel": np.ones((1, 2, 2))}})
+
+
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_others():
+    params = {
+        "embed": jax.ShapeDtypeStruct((5, 4), np.float32),
+        "layers": {
+            "kernel": jax.ShapeDtypeStruct((2, 4, 3), np.float32),
+            "scale": jax.ShapeDtypeStruct((2, 4), np.float32),
+        },
+    }
+    optimizer = make_optimizer(OptimizerConfig(name="muon"))
+    state = jax.eval_shape(lambda p: init_train_state(p, optimizer), params).opt_state
+    shapes = {name: [x.shape for x in jax.tree.leaves(inner) if x.ndim > 1] for name, inner in state.inner_states.items()}
+    assert shapes["muon"] == [(2, 4, 3)] and sorted(set(shapes["adam"])) == [(2, 4), (5, 4)]
+
+
+def test_a_schedule_of_ones_own_gives_the_rate():
+    config = OptimizerConfig(learning_rate=0.8, schedule=OWN + "halving", schedule_options={"every": 2})
+    assert [float(make_schedule(config)(step)) for step in range(4)] == [0.8, 0.8, 0.4, 0.4]
