@@ -62,8 +62,8 @@ def run_card(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapt
     sentences = [f"{about}."] + ([] if policy.path is None else licence(policy.path))
     if not version:
         return make_card(redacted(name), redacted(" ".join(sentences)), base)
-    own = None if loss.function is None else f"the loss `{loss.function.name}`"
-    method, kind = own or METHODS.get(loss.name, loss.name.upper()), "a method of reinforcement learning"
+    given = None if loss.function is None else f"the loss `{loss.function.name}`"
+    method, kind = given or METHODS.get(loss.name, loss.name.upper()), "a method of reinforcement learning"
     trained = "it" if policy.lora is None else "LoRA adapters on it"
     sentences.insert(1, f"jaxft trained {trained} with {method}{f', {kind}' if loss.is_policy_loss else ''}.")
     text = Template(TEMPLATE.read_text(encoding="utf-8")).render(

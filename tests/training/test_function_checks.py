@@ -67,9 +67,12 @@ def test_the_shipped_loss_as_a_function_is_the_same_program(name, packed):
     )
     assert not list(check_signatures(own, OptimizerConfig()))
     tables = _tables(own, is_packed=packed)
-    lowered = (jax.jit(lambda t, loss=make_policy_loss(each): loss(**t)).lower(tables) for each in (shipped, own))
-    texts = [each.as_text() for each in lowered]
-    assert texts[0] == texts[1]
+
+    def text(config):
+        loss = make_policy_loss(config)
+        return jax.jit(lambda given: loss(**given)).lower(tables).as_text()
+
+    assert text(shipped) == text(own)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +195,8 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_others():
     }
     optimizer = make_optimizer(OptimizerConfig(name="muon"))
     state = jax.eval_shape(lambda p: init_train_state(p, optimizer), params).opt_state
-    shapes = {name: [x.shape for x in jax.tree.leaves(inner) if x.ndim > 1] for name, inner in state.inner_states.items()}
-    assert shapes["muon"] == [(2, 4, 3)] and sorted(set(shapes["adam"])) == [(2, 4), (5, 4)]
+    muon, adam = ({x.shape for x in jax.tree.leaves(state.inner_states[name])} for name in ("muon", "adam"))
+    assert (2, 4, 3) in muon and {(2, 4), (5, 4)} <= adam and not adam & muon - {()}
 
 
 def test_a_schedule_of_ones_own_gives_the_rate():
