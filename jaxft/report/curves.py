@@ -175,7 +175,10 @@ def _validation_chart(run: RunRecords) -> Iterator[Markup]:
 
 
 def timings(run: RunRecords) -> dict[str, Any] | None:
-    """Return `charts` of time by phase, memory and compiled programs, and a `lead`; None before the first epoch."""
+    """Return `charts` of time by phase, memory and compiled programs; None before the first epoch.
+
+    Beside them stand the rows of epochs that compile, `cold`, with their seconds, and the `mean` seconds of the others.
+    """
     if not run.timings:
         return None
     rows = run.warm_timings
@@ -195,15 +198,8 @@ def timings(run: RunRecords) -> dict[str, Any] | None:
     figures += _memory(run.timings)
     figures += [line_chart(words, [_line(run.timings, name, color=4)]) for name, words in SINGLE_TIMINGS.items()]
     cold = [row for row in run.timings if row not in rows]
-    lead = None
-    if cold:
-        mean = duration(sum(_column(rows, "seconds")) / len(rows))
-        lead = (
-            f"An epoch takes {mean} on average. The phases are without epoch{'s' * (len(cold) > 1)} "
-            f"{', '.join(str(row['epoch']) for row in cold)}, in which a process begins and compiles: "
-            f"{duration(sum(_column(cold, 'seconds')))}."
-        )
-    return {"charts": figures, "lead": lead}
+    means = {"mean": sum(_column(rows, "seconds")) / len(rows), "cold_seconds": sum(_column(cold, "seconds"))}
+    return {"charts": figures, "cold": cold, **means}
 
 
 def _column(rows: Sequence[Row], name: str) -> list[float]:

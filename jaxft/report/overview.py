@@ -47,7 +47,7 @@ STATES = {
 def overview(run: RunRecords) -> dict[str, Any]:
     """Return the head of the page: state, the figures that matter most, and how to repeat or resume the run."""
     environment, finetuning = run.environment, run.config.get("finetuning") or {}
-    llms, adapter = run.config.get("llms") or {}, _find_component(run.config, "trainer_adapters", "trainer_adapter")
+    llms, adapter = run.config.get("llms") or {}, find_component(run.config, "trainer_adapters", "trainer_adapter")
     llm: Row = llms.get(adapter.get("llm")) or next(iter(llms.values()), {})
     versions = environment.get("versions") or {}
     identity = {
@@ -103,7 +103,7 @@ def _tiles(run: RunRecords, planned: Any) -> Iterator[tuple[str, str, str]]:
         yield "Episodes", number(episodes), f"{number(episodes / len(run.metrics), 3)} per epoch"
 
 
-def _find_component(config: Row, kind: str, name: str) -> Row:
+def find_component(config: Row, kind: str, name: str) -> Row:
     """Return the component of a kind that the section `finetuning` names."""
     return (config.get(kind) or {}).get((config.get("finetuning") or {}).get(name)) or {}
 

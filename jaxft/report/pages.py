@@ -164,5 +164,5 @@ ENVIRONMENT = Environment(
     undefined=StrictUndefined,
     cache_size=-1,
 )
-ENVIRONMENT.filters |= {each.__name__: each for each in (number, visible, setting, shortened)}
+ENVIRONMENT.filters |= {each.__name__: each for each in (number, visible, setting, shortened, duration)}
 ENVIRONMENT.filters["px"] = "{:.1f}".format

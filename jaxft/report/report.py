@@ -19,12 +19,12 @@ from jaxft.files import replace_file
 from jaxft.harness import run_main
 from jaxft.report.command import MAX_EPISODES
 from jaxft.report.curves import curves, timings, validation
-from jaxft.report.episodes import Archive, browser, make_archive
-from jaxft.report.overview import faults, overview
+from jaxft.report.episodes import browser, make_archive
+from jaxft.report.overview import faults, find_component, overview
 from jaxft.report.pages import render_page
 from jaxft.report.rewards import rewards
 from jaxft.report.samples import find_episodes
-from jaxft.runs import SAMPLES_FILE, Console, RunRecords, read_run
+from jaxft.runs import SAMPLES_FILE, Console, read_run
 
 REPORT_FILE = "report.html"
 
@@ -78,24 +78,9 @@ def write_report(
         DiskFull: there is no room for it.
     """
     records = read_run(Path(run))
-    html, archive = report_html(records, max_episodes=max_episodes, refresh_seconds=refresh_seconds)
-    path = records.path / REPORT_FILE if output is None else Path(output)
-    content = html.encode("utf-8")
-    try:
-        replace_file(path, content)
-    except OSError as error:
-        raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
-    return WrittenReport(path, len(content), archive.num_shown, archive.num_found, records.state)
-
-
-def report_html(
-    records: RunRecords, *, max_episodes: int = MAX_EPISODES, refresh_seconds: float | None = None
-) -> tuple[str, Archive]:
-    """Return the report of a run, and the episodes in it."""
     places = find_episodes(records.path)
     archive = make_archive(places, max_episodes=max_episodes)
-    trainer = (records.config.get("trainers") or {}).get((records.config.get("finetuning") or {}).get("trainer")) or {}
-    setting = trainer.get("save_episodes")
+    setting = find_component(records.config, "trainers", "trainer").get("save_episodes")
     kept_by = f"those kept in {SAMPLES_FILE}" + ("" if setting is None else f" (save_episodes: {setting})")
     html = render_page(
         "report.html",
@@ -111,9 +96,14 @@ def report_html(
         timings=timings(records),
         faults=faults(records, places),
         time=time.strftime("%Y-%m-%d %H:%M:%S"),
-        version=(records.environment.get("versions") or {}).get("jaxft"),
     )
-    return html, archive
+    path = records.path / REPORT_FILE if output is None else Path(output)
+    content = html.encode("utf-8")
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise RunDirectoryError(f"'{path}' cannot be written ({error}): give another file with --output") from error
+    return WrittenReport(path, len(content), archive.num_shown, archive.num_found, records.state)
 
 
 async def watch(write: Callable[..., WrittenReport], show: Callable[[str], None], seconds: float) -> WrittenReport:
