@@ -154,7 +154,9 @@ def validation(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any
         "charts": [*(_curriculum(run) if has_curriculum else ()), *_validation_chart(run)],
         "num_examples": len(examples),
         "least": least,
-        "questions": questions(places, (name for name, _ in least)),
+        "questions": {
+            name: text[:MAX_QUESTION] for name, text in questions(places, (name for name, _ in least)).items()
+        },
         "columns": columns,
         "errors": [(row["epoch"], row["first_error"]) for row in run.validations if row.get("first_error")][:3],
     }
