@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxft.errors import RunDirectoryError
-from jaxft.runs import CONFIG_FILE, LOG_FILE, Row, RunRecords, flat, read_run
+from jaxft.runs import CONFIG_FILE, Row, RunRecords, flat, read_run
 
 COMPARISON_FILE = "compare.json"
 COMPARISON_KIND = "jaxft comparison"
@@ -149,7 +149,7 @@ def read_compared(path: Path) -> ComparedRun:
     records = read_run(path)
     if records.result is not None:
         return ComparedRun(records, "finished")
-    ending = _ending(path / LOG_FILE)
+    ending = _ending(records)
     has_failed = bool(ending) and not ending.startswith(SIGNALS)
     return ComparedRun(records, "failed" if has_failed else "unfinished", ending)
 
@@ -196,16 +196,10 @@ def _why_no_run(path: Path) -> str | None:
     return f"holds no run: it has no {CONFIG_FILE}"
 
 
-def _ending(log: Path) -> str:
+def _ending(records: RunRecords) -> str:
     """Return what the last line of a run's log says of its end; empty if the run has not ended, or was killed."""
-    try:
-        with log.open("rb") as stream:
-            stream.seek(max(0, log.stat().st_size - 16_384))
-            lines = stream.read().decode("utf-8", "replace").splitlines()
-    except OSError:
-        return ""
     date = "2026-01-01 00:00:00 "
-    for line in (line[len(date) :] for line in reversed(lines)):
+    for line in (line[len(date) :] for line in reversed(records.log_tail(100))):
         if line.startswith("ended: "):
             return line.removeprefix("ended: ")
         if not line.startswith("  "):  # the command to resume stands below the last words

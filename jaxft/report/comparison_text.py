@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from jaxft.report.comparison import Comparison, MeanEstimate
 from jaxft.report.intervals import RESAMPLES, Interval
@@ -61,9 +62,7 @@ def overview(comparison: Comparison) -> str:
     ended = [f"{counts[status]} {status}" for status in ("finished", "failed", "unfinished") if counts[status]]
     ended += [f"{resumed} resumed"] if resumed else []
     runs, groups = len(comparison.runs), len(comparison.groups)
-    return f"{runs} {'run' if runs == 1 else 'runs'} in {groups} {'group' if groups == 1 else 'groups'}: " + ", ".join(
-        ended
-    )
+    return f"{runs} run{'s' * (runs != 1)} in {groups} group{'s' * (groups != 1)}: {', '.join(ended)}"
 
 
 def figures_title(comparison: Comparison) -> str:
@@ -111,14 +110,11 @@ def seeds(values: Iterable[int | None]) -> str:
     >>> seeds([0, 1, 2, 5]), seeds([]), seeds([None])
     ('0-2, 5', '–', 'none')
     """
-    runs: list[list[int]] = []
     known = list(values)
-    for value in sorted(value for value in known if value is not None):
-        if runs and value == runs[-1][-1] + 1:
-            runs[-1].append(value)
-        else:
-            runs.append([value])
-    words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    ordered = enumerate(sorted(value for value in known if value is not None))
+    # In a range, all values are ahead of their places by the same number.
+    ranges = [[value for _, value in each] for _, each in groupby(ordered, lambda pair: pair[1] - pair[0])]
+    words = [str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in ranges]
     return ", ".join(words + ["none"] * (None in known)) or "–"
 
 

@@ -306,7 +306,9 @@ async def execute(folder: Path, runs: Sequence[SweepRun], shares: Sequence[Share
                 await _run_process(each, share, stop, f"[{runs.index(each) + 1}/{len(runs)}] {each.name}:")
             free.put_nowait(share)
 
-        await asyncio.gather(*(work(each) for each in runs if each.state != "done"))
+        async with asyncio.TaskGroup() as group:
+            for each in [each for each in runs if each.state != "done"]:
+                group.create_task(work(each))
     console.status("")
     if shutdown.signal is not None:
         raise Stopped(summary(runs))
