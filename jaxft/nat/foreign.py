@@ -5,15 +5,17 @@ jaxft's trainer runs with it.
 """
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 from nat.data_models import finetuning as toolkit
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 import jaxft
 from jaxft.harness import REGISTRY
 from jaxft.nat.live import toolkit_episodes
 from jaxft.training import with_recorded_sequences
+
+M = TypeVar("M", bound=BaseModel)
 
 OWN = "jaxft"
 """Key, in the metadata of a trajectory of the toolkit, of the fields that only jaxft's have."""
@@ -46,7 +48,7 @@ def _to_toolkit(trajectory: jaxft.Trajectory) -> toolkit.Trajectory:
     episode: list[Any] = []
     for item in trajectory.episode:
         if isinstance(item, jaxft.DPOItem):
-            episode.append(toolkit.DPOItem.model_validate(item.model_dump()))
+            episode.append(converted(toolkit.DPOItem, item))
             continue
         logprobs = item.logprobs
         if isinstance(logprobs, list):
@@ -115,14 +117,9 @@ def _with_plain_logprobs(trajectory: jaxft.Trajectory) -> jaxft.Trajectory:
     return trajectory
 
 
-def to_toolkit_status(status: jaxft.TrainingJobStatus) -> toolkit.TrainingJobStatus:
-    """Return the status of a job in the toolkit's class."""
-    return toolkit.TrainingJobStatus.model_validate(status.model_dump(mode="json"))
-
-
-def from_toolkit_status(status: toolkit.TrainingJobStatus) -> jaxft.TrainingJobStatus:
-    """Return the status of a job in jaxft's class."""
-    return jaxft.TrainingJobStatus.model_validate(status.model_dump(mode="json"))
+def converted(kind: type[M], value: BaseModel) -> M:
+    """Return a value, such as the status of a job, in the class that the other side has for it."""
+    return kind.model_validate(value.model_dump(mode="json"))
 
 
 class ForeignBuilderConfig(jaxft.TrajectoryBuilderConfig, name="nat_trajectory_builder"):
@@ -194,26 +191,22 @@ class ForeignAdapter(jaxft.TrainerAdapter):
 
     async def submit(self, trajectories: jaxft.TrajectoryCollection) -> jaxft.TrainingJobRef:
         """Submit the trajectories in the toolkit's classes."""
-        ref = await self._instance.submit(to_toolkit_collection(trajectories))
-        return jaxft.TrainingJobRef.model_validate(ref.model_dump())
+        return converted(jaxft.TrainingJobRef, await self._instance.submit(to_toolkit_collection(trajectories)))
 
     async def status(self, ref: jaxft.TrainingJobRef) -> jaxft.TrainingJobStatus:
         """Return the status of a job."""
-        return from_toolkit_status(await self._instance.status(_ref(ref)))
+        return converted(jaxft.TrainingJobStatus, await self._instance.status(converted(toolkit.TrainingJobRef, ref)))
 
     async def wait_until_complete(
         self, ref: jaxft.TrainingJobRef, poll_interval: float = 10.0
     ) -> jaxft.TrainingJobStatus:
         """Wait for a job and return its last status."""
-        return from_toolkit_status(await self._instance.wait_until_complete(_ref(ref), poll_interval))
+        given = converted(toolkit.TrainingJobRef, ref)
+        return converted(jaxft.TrainingJobStatus, await self._instance.wait_until_complete(given, poll_interval))
 
     def log_progress(self, ref: jaxft.TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Pass the metrics on."""
-        self._instance.log_progress(_ref(ref), metrics, output_dir)
-
-
-def _ref(ref: jaxft.TrainingJobRef) -> toolkit.TrainingJobRef:
-    return toolkit.TrainingJobRef.model_validate(ref.model_dump())
+        self._instance.log_progress(converted(toolkit.TrainingJobRef, ref), metrics, output_dir)
 
 
 async def foreign_builder(config: ForeignBuilderConfig, builder: Any) -> AsyncIterator[ForeignBuilder]:

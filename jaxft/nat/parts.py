@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nat.data_models.evaluate_runtime import EvaluationRunOutput, ProfilerResults, UsageStats
-from nat.data_models.evaluator import EvalInput, EvalInputItem
+from nat.data_models.evaluator import EvalInput
 from nat.data_models.finetuning import FinetuneConfig, TrainingJobRef, TrainingJobStatus, TrajectoryCollection
 from nat.finetuning.interfaces.finetuning_runner import Trainer
 from nat.finetuning.interfaces.trainer_adapter import TrainerAdapter
@@ -25,10 +25,10 @@ from nat.plugins.eval.data_models.evaluator_io import EvalOutput, EvalOutputItem
 import jaxft
 from jaxft.errors import ConfigError, Stopped
 from jaxft.harness import Shutdown, resume_command
-from jaxft.nat.foreign import from_toolkit_collection, to_toolkit_collection, to_toolkit_status
+from jaxft.nat.foreign import converted, from_toolkit_collection, to_toolkit_collection
 from jaxft.nat.live import toolkit_episodes
 from jaxft.nat.run import ToolkitRun, open_parts, open_run, open_run_or_none
-from jaxft.nat.workflow import Output, read_dataset
+from jaxft.nat.workflow import read_dataset, toolkit_item
 
 UNINITIALIZED = "not initialized: call initialize(run_config) first"
 DEFAULT_FOLDER = Path("./.tmp/nat/finetuning")
@@ -201,13 +201,13 @@ class JaxftTrainer(Trainer):
             await asyncio.get_running_loop().create_future()
         finally:
             write_toolkit_files(session.directory.path, session.config.finetuning.output_dir.parent)
-        self._statuses = [to_toolkit_status(status) for status in statuses]
+        self._statuses = [converted(TrainingJobStatus, status) for status in statuses]
         return self._statuses
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect trajectories and submit them as a job; None if there was nothing to submit."""
         ref = await self.own.run_epoch(epoch, run_id)
-        return None if ref is None else TrainingJobRef.model_validate(ref.model_dump())
+        return None if ref is None else converted(TrainingJobRef, ref)
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
         """Return the validation's mean, minimum and maximum reward, and its number of examples."""
@@ -259,22 +259,11 @@ def _own_ref(ref: TrainingJobRef) -> jaxft.TrainingJobRef:
 
 
 def _status(ref: TrainingJobRef, status: jaxft.TrainingJobStatus) -> TrainingJobStatus:
-    return to_toolkit_status(status).model_copy(update={"run_id": ref.run_id})
+    return converted(TrainingJobStatus, status).model_copy(update={"run_id": ref.run_id})
 
 
 def _evaluation_output(output: jaxft.EvaluationRunOutput) -> EvaluationRunOutput:
     """Return the results of an evaluation in the toolkit's classes."""
-
-    def item(given: jaxft.EvalInputItem) -> EvalInputItem:
-        made = given.output_obj if isinstance(given.output_obj, Output) else Output(None, [])
-        return EvalInputItem(
-            id=given.id,
-            input_obj=given.input_obj,
-            expected_output_obj=given.expected_output_obj,
-            output_obj=made.value,
-            trajectory=made.steps,
-            full_dataset_entry=given.full_dataset_entry,
-        )
 
     def verdicts(given: jaxft.EvalOutput) -> EvalOutput:
         # A failed episode scores 0.0, as in the toolkit, which adds the scores up.
@@ -288,7 +277,7 @@ def _evaluation_output(output: jaxft.EvaluationRunOutput) -> EvaluationRunOutput
         workflow_output_file=None,
         evaluator_output_files=[],
         workflow_interrupted=output.num_failed > 0,
-        eval_input=EvalInput(eval_input_items=[item(each) for each in output.eval_input.eval_input_items]),
+        eval_input=EvalInput(eval_input_items=[toolkit_item(each) for each in output.eval_input.eval_input_items]),
         evaluation_results=[(name, verdicts(each)) for name, each in output.evaluation_results],
         usage_stats=UsageStats(),
         profiler_results=ProfilerResults(),

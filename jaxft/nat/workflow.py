@@ -212,22 +212,26 @@ async def toolkit_workflow(config: ToolkitWorkflowConfig, builder: Any) -> Async
         yield workflow
 
 
+def toolkit_item(item: jaxft.EvalInputItem) -> EvalInputItem:
+    """Return an episode as the toolkit's evaluators get it; one that failed has no output and no steps."""
+    output = item.output_obj if isinstance(item.output_obj, Output) else Output(None, [])
+    return EvalInputItem(
+        id=item.id,
+        input_obj=item.input_obj,
+        expected_output_obj=item.expected_output_obj,
+        output_obj=output.value,
+        trajectory=output.steps,
+        full_dataset_entry=item.full_dataset_entry,
+    )
+
+
 async def toolkit_evaluator(config: ToolkitEvaluatorConfig, builder: Any) -> AsyncIterator[Any]:
     """Yield a function that scores one episode by an evaluator of the toolkit."""
     workflow = await builder.get_workflow()
     evaluator = workflow.builder.get_evaluator(config.evaluator)
 
     async def score(item: jaxft.EvalInputItem) -> jaxft.EvalOutputItem:
-        output: Output = item.output_obj
-        given = EvalInputItem(
-            id=item.id,
-            input_obj=item.input_obj,
-            expected_output_obj=item.expected_output_obj,
-            output_obj=output.value,
-            trajectory=output.steps,
-            full_dataset_entry=item.full_dataset_entry,
-        )
-        verdict = await evaluate(evaluator, given)
+        verdict = await evaluate(evaluator, toolkit_item(item))
         named = verdict.score if isinstance(verdict.score, dict) else None
         is_number = isinstance(verdict.score, int | float) and math.isfinite(verdict.score)
         if not is_number and named is None and not isinstance(verdict.score, float | None):

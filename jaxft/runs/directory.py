@@ -23,6 +23,7 @@ from jaxft.runs.files import (
     REMOVED,
     RUN_FILES,
     holds_run,
+    is_locked,
     is_run,
     is_saved,
     run_files,
@@ -46,18 +47,8 @@ def bring_back_earlier_run(path: Path) -> bool:
 
 
 def holder_of_lock(path: Path) -> str | None:
-    """Return who has locked a run directory, as `process 7 on host 'a'`; None if nobody has."""
-    if not (path / LOCK_FILE).is_file():
-        return None
-    lock = FileLock(path / LOCK_FILE, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        return _holder(path)
-    except OSError:  # not writable: who opens the directory says so
-        return None
-    lock.release()
-    return None
+    """Return who has locked a run directory, as `process 7 on host 'a'`; None if nobody of this machine has."""
+    return _holder(path) if is_locked(path) else None
 
 
 class RunDirectory:

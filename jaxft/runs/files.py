@@ -1,7 +1,9 @@
 """The files of a run directory, and what a folder with some of them holds."""
 
+import contextlib
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,32 @@ REMOVED = ".earlier_run.removed"  # about to be deleted
 def holds_run(path: Path) -> bool:
     """Return True if a folder holds files because of which a new run is refused."""
     return bool(run_files(path)) and (is_run(path) or not (path / HOLDER_FILE).is_file())
+
+
+def is_locked(path: Path) -> bool | None:
+    """Return True if a process holds the lock of a run directory; None if that cannot be seen, as on another host.
+
+    The lock is not tried, as a run that starts at that moment would find it taken.
+    """
+    try:
+        holder = json.loads((path / HOLDER_FILE).read_bytes())
+        pid, host = int(holder["pid"]), holder["host"]
+        lock = (path / LOCK_FILE).stat()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != socket.gethostname():
+        return None
+    with contextlib.suppress(OSError):
+        # Linux lists every lock with device and inode of its file; a process of that number may be another by now.
+        inode = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
+        return any(inode in line.split() for line in Path("/proc/locks").read_text().splitlines())
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is somebody else's
+        return True
+    return True
 
 
 def read_environment(path: Path) -> dict[str, Any]:

@@ -5,8 +5,6 @@ A run may be going on while it is read, so the last line of a log may be incompl
 
 import contextlib
 import json
-import os
-import socket
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,8 +20,6 @@ from jaxft.runs.files import (
     CURRICULUM_FILE,
     ENVIRONMENT_FILE,
     EPISODE_REWARDS_FILE,
-    HOLDER_FILE,
-    LOCK_FILE,
     LOG_FILE,
     METRICS_FILE,
     RESULT_FILE,
@@ -33,6 +29,7 @@ from jaxft.runs.files import (
     TIMINGS_FILE,
     TOKEN_SCORES_FILE,
     VALIDATION_HISTORY_FILE,
+    is_locked,
 )
 from jaxft.runs.metrics import NAMED_REWARD, REWARD
 
@@ -45,8 +42,9 @@ def _check_epoch(row: Row) -> Row:
     return row
 
 
-_Epoch = Annotated[Row, AfterValidator(_check_epoch)]
-_ROW, _EPOCH, _EPOCHS = TypeAdapter(Row), TypeAdapter(_Epoch), TypeAdapter(list[_Epoch])
+# Not `Row`, as pydantic takes no text with half of a character for a `str`.
+_Epoch = Annotated[dict[Any, Any], AfterValidator(_check_epoch)]
+_ROW, _EPOCH, _EPOCHS = TypeAdapter(dict[Any, Any]), TypeAdapter(_Epoch), TypeAdapter(list[_Epoch])
 
 # The parser in C reads a configuration ten times faster.
 _YAML_LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -165,32 +163,6 @@ def read_run(path: Path) -> RunRecords:
     )
 
 
-def is_locked(path: Path) -> bool | None:
-    """Return True if a process holds the lock of a run directory; None if that cannot be seen, as on another host.
-
-    The lock is not tried, as a run that starts at that moment would find it taken.
-    """
-    try:
-        holder = json.loads((path / HOLDER_FILE).read_bytes())
-        pid, host = int(holder["pid"]), holder["host"]
-        lock = (path / LOCK_FILE).stat()
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    if host != socket.gethostname():
-        return None
-    with contextlib.suppress(OSError):
-        # Linux lists every lock with device and inode of its file; a process of that number may be another by now.
-        inode = f"{os.major(lock.st_dev):02x}:{os.minor(lock.st_dev):02x}:{lock.st_ino}"
-        return any(inode in line.split() for line in Path("/proc/locks").read_text().splitlines())
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it is somebody else's
-        return True
-    return True
-
-
 def flat(config: Any, path: str = "") -> dict[str, Any]:
     """Return the values of a nested configuration by dotted path; lists are values.
 
@@ -214,7 +186,7 @@ def _yaml(file: Path) -> Row:
 
 def _json(file: Path, missing: Any, kind: TypeAdapter[Any] = _ROW) -> Any:
     try:
-        return kind.validate_json(file.read_bytes())
+        return kind.validate_python(json.loads(file.read_bytes()))
     except FileNotFoundError:
         return missing
     except (OSError, ValueError) as error:
@@ -228,7 +200,7 @@ def _lines(file: Path, kind: TypeAdapter[Any] = _ROW) -> Iterator[Row]:
                 if not line.endswith(b"\n"):
                     return  # it is being written
                 try:
-                    row = kind.validate_json(line)
+                    row = kind.validate_python(json.loads(line))
                 except ValueError as error:
                     raise unreadable(file, error, number) from error
                 yield row

@@ -215,7 +215,7 @@ def test_the_command_ends_with_exit_code_1_when_a_job_fails(nat, folder, monkeyp
 
 def test_a_signal_saves_the_run_and_its_command_goes_on(start_nat, nat, folder):
     process = start_nat("finetune", "--config_file", "config.yml", "-o", "finetuning.num_epochs", "200")
-    shown = next(line for line in process.stdout if line.startswith("2/200"))
+    shown = next(line for line in process.stdout if line.lstrip().startswith("2/200"))
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=300)
     assert shown and process.returncode == 128 + signal.SIGTERM and "Traceback" not in said
