@@ -299,6 +299,16 @@ def constrain(sharding: Sharding | None, tree: Any) -> Any:
     return tree if sharding is None else sharding.constrain(tree)
 
 
+def by_rows(sharding: Sharding | None, tree: Any) -> Any:
+    """Return `sharding.constrain_rows(tree)`, or the tree itself without a sharding."""
+    return tree if sharding is None else sharding.constrain_rows(tree)
+
+
+def by_heads(sharding: Sharding | None, tree: Any) -> Any:
+    """Return `sharding.constrain_heads(tree)`, or the tree itself without a sharding."""
+    return tree if sharding is None else sharding.constrain_heads(tree)
+
+
 def committed_device(params: Any) -> jax.Device | None:
     """Return the device that parameters are committed to; None if they are not, or lie on a mesh."""
     arrays = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]

@@ -13,23 +13,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.sharding import Sharding, compute_devices, compute_platform
+from jaxft.core.sharding import Sharding, by_heads, by_rows, compute_devices, compute_platform
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention
-from jaxft.models.layers import (
-    QKV,
-    Angles,
-    FeedForward,
-    Linear,
-    RMSNorm,
-    by_heads,
-    by_rows,
-    head_shards,
-    make_norm,
-    rotary_angles,
-    rotate,
-)
+from jaxft.models.layers import QKV, Angles, FeedForward, Linear, RMSNorm, head_shards, make_norm, rotary_angles, rotate
 from jaxft.models.lora import joined_adapter
 from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
 from jaxft.models.rope import Rope

@@ -18,12 +18,12 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform, constrain, gather_params
+from jaxft.core.sharding import ROW_AXES, Sharding, by_rows, compute_platform, constrain, gather_params
 from jaxft.core.types import Model, Params
 from jaxft.models.block import PROJECTED, Block, make_context
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.flash import saves_kernels
-from jaxft.models.layers import WIDENED, by_rows, decoding_layer, look_up, make_norm, project_to_vocabulary
+from jaxft.models.layers import WIDENED, decoding_layer, look_up, make_norm, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, init_pages, page_axis
 
@@ -102,14 +102,16 @@ AUTO_REMATS = REMATS[1:]
 moves 1.4 times as many bytes in an update of 0.6 billion parameters on an H200."""
 
 
+def _saves(*names: str) -> Callable[..., Any]:
+    """Return the policy that saves the arrays of these names, and the results of attention kernels."""
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(policies.save_only_these_names(*names), saves_kernels)
+
+
 SAVEABLE = {
     "none": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(PROJECTED, WIDENED), saves_kernels
-    ),
-    "projections": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.save_only_these_names(PROJECTED), saves_kernels
-    ),
+    "dots": _saves(PROJECTED, WIDENED),
+    "projections": _saves(PROJECTED),
     "attention": saves_kernels,
     "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -368,10 +368,9 @@ def _read_rope(family: Family, keys: Keys, tables: list[dict[str, Any]], default
     if unknown:
         raise ModelFileError(f"{keys.file}: the rotary parameters hold {unknown}, which is not supported")
     shares = [Keys(keys.file, each) for each in (keys.values, *tables) if each.get("partial_rotary_factor") is not None]
-    if not family.has_partial_rope:
-        for each in shares:
-            if each.values["partial_rotary_factor"] != 1:
-                raise each.fault("partial_rotary_factor", "1: rotary positions on whole heads")
+    for each in shares:
+        if not family.has_partial_rope and each.values["partial_rotary_factor"] != 1:
+            raise each.fault("partial_rotary_factor", "1: rotary positions on whole heads")
     share = shares[-1].number("partial_rotary_factor") if shares else 1.0
     growth = rope.values.get(family.query_growth_key or "")
     return Rope(

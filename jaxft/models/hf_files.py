@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -233,19 +234,11 @@ def tensors_of_file(file: Path) -> dict[str, StoredTensor]:
     }
 
 
-PREFIXES = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-)
-"""Beginnings of names in files of several modalities, and what the text model's own files have in their place."""
+NESTED = re.compile(r"^language_model\.(?=model\.|lm_head\.)|(?<=^model\.)language_model\.")
+"""The part of a tensor's name in files of several modalities that the text model's own files do not have."""
 
-OTHER_MODALITIES = tuple(
-    f"{prefix}{part}."
-    for prefix in ("", "model.")
-    for part in ("vision_tower", "vision_model", "multi_modal_projector")
-)
-"""Beginnings of the names of tensors that no text needs."""
+OTHER_MODALITIES = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
+"""The beginning of the names of tensors that no text needs."""
 
 
 def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -255,14 +248,9 @@ def text_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     >>> list(text_tensors({"language_model.model.norm.weight": tensor, "vision_tower.a": tensor}))
     ['model.norm.weight']
     """
-    if not any(name.startswith(prefix) for name in stored for prefix, _ in PREFIXES):
+    if not any(map(NESTED.search, stored)):
         return stored
-    named = {}
-    for name, tensor in stored.items():
-        if not name.startswith(OTHER_MODALITIES):
-            prefix, own = next((pair for pair in PREFIXES if name.startswith(pair[0])), ("", ""))
-            named[own + name.removeprefix(prefix)] = tensor
-    return named
+    return {NESTED.sub("", name): tensor for name, tensor in stored.items() if not OTHER_MODALITIES.match(name)}
 
 
 def _check_stored(folder: Path, stored: dict[str, StoredTensor], tensors: Sequence[Tensor]) -> None:

@@ -11,7 +11,7 @@ adapter, `V` vocabulary, `h` head width, `P` pairs of a head's components that a
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.reductions import invariant_sum, rounded
-from jaxft.core.sharding import Sharding
+from jaxft.core.sharding import Sharding, by_heads
 from jaxft.core.types import Params
 from jaxft.models.config import Activation, DecoderConfig, LoraSpec
 from jaxft.models.lora import joined_adapter
@@ -112,16 +112,6 @@ def _logits_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 
 
 _logits_of_narrow.defvjp(_logits_forward, _logits_backward)
-
-
-def by_rows(sharding: Sharding | None, tree: Any) -> Any:
-    """Constrain arrays, on a mesh, so that only their rows are sharded."""
-    return tree if sharding is None else sharding.constrain_rows(tree)
-
-
-def by_heads(sharding: Sharding | None, tree: Any) -> Any:
-    """Constrain activations `[B T N ...]`, on a mesh, so that rows and heads (or width) are sharded."""
-    return tree if sharding is None else sharding.constrain_heads(tree)
 
 
 class Linear(nnx.Module):

@@ -156,10 +156,10 @@ def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None) -> Mo
     return decoder(model.config, compute_dtype=compute_dtype, lora=model.lora, sharding=sharding)
 
 
-def base_model(model: Model, remat: Remat = "dots") -> Model:
+def base_model(model: Model) -> Model:
     """Return the model of the base alone, whose parameters are `params["base"]`."""
     assert isinstance(model.config, DecoderConfig)
-    return decoder(model.config, remat, sharding=model.sharding)
+    return decoder(model.config, sharding=model.sharding)
 
 
 def _add_adapters(model: Model, base: Params, lora: Lora | None, key: Any) -> Params:

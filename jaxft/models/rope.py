@@ -6,6 +6,7 @@ Letters: `h` head width, `P` pairs of a head's components that a rotation turns.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Float
@@ -28,6 +29,7 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    angle_factor: ClassVar[float] = 1.0
 
     def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """Scale frequencies (arXiv 2407.21783)."""
@@ -35,26 +37,17 @@ class Llama3Scaling:
         blend = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return frequencies * (blend + (1.0 - blend) / self.factor)
 
-    @property
-    def angle_factor(self) -> float:
-        """Factor of cosines and sines."""
-        return 1.0
-
 
 @dataclass(frozen=True)
 class LinearScaling:
     """All frequencies divided by `factor` (arXiv 2306.15595)."""
 
     factor: float
+    angle_factor: ClassVar[float] = 1.0
 
     def stretch(self, frequencies: Frequencies, theta: float) -> Frequencies:
         """Scale frequencies."""
         return frequencies / self.factor
-
-    @property
-    def angle_factor(self) -> float:
-        """Factor of cosines and sines."""
-        return 1.0
 
 
 @dataclass(frozen=True)
@@ -188,7 +181,7 @@ class Rope:
     query_growth: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.query_growth and not hasattr(self.scaling, "original_max_position_embeddings"):
+        if self.query_growth and isinstance(self.scaling, LinearScaling | None):
             raise ValueError("query_growth needs a scaling with original_max_position_embeddings")
 
     def for_context(self, tokens: int) -> "Rope":

@@ -18,6 +18,7 @@ from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, init_cache,
 from jaxft.core.decode import DecodeState, Masks, RowParams, SampledTokens, decode, draw, next_logits
 from jaxft.core.logprobs import scaling_temperature
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
+from jaxft.core.sharding import by_rows
 from jaxft.core.types import Cache, Model, Params
 
 MAX_STOP_IDS = 8
@@ -65,7 +66,7 @@ def _empty_slots(model: Model, slots: int) -> DecodeBatch:
     sampling = SamplingParams(jnp.ones(slots), zeros, jnp.ones(slots), jnp.zeros(slots), bias)
     keys = jax.random.split(jax.random.key(0, impl="threefry2x32"), slots)
     rows = RowParams(sampling, keys, jnp.full((slots, MAX_STOP_IDS), -1, jnp.int32), zeros)
-    return _constrain(model, DecodeBatch(state, rows))
+    return by_rows(model.sharding, DecodeBatch(state, rows))
 
 
 def page_shapes(model: Model, pages: int, dtype: Any) -> Cache:
@@ -103,7 +104,7 @@ def admit(model: Model, slots: DecodeBatch, seed: UInt32[Array, "2"], admission:
         DecodeState(admission.tokens, admission.positions, jnp.ones_like(admission.slots, bool)),
         RowParams(admission.sampling, keys, admission.stop_ids, admission.limits),
     )
-    return _constrain(model, _put_rows(slots, new, admission.slots))
+    return by_rows(model.sharding, _put_rows(slots, new, admission.slots))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=(4, 5))
@@ -187,12 +188,7 @@ def _put_chosen(
     """Return the slots with the new state of the rows of a program, and which of the rows are active."""
     state = state._replace(active=jnp.where(is_chosen, state.active, taken.state.active))
     slots = slots._replace(state=state if chosen.dtype == bool else _put_rows(slots.state, state, chosen))
-    return _constrain(model, slots), state.active
-
-
-def _constrain(model: Model, slots: DecodeBatch) -> DecodeBatch:
-    """Constrain the slots to the sharding that they are decoded in."""
-    return slots if model.sharding is None else model.sharding.constrain_rows(slots)
+    return by_rows(model.sharding, slots), state.active
 
 
 def _put_rows(tree: Any, new: Any, rows: Int[Any, "P"]) -> Any:
