@@ -223,11 +223,11 @@ class Sharding:
             function: function of the whole parameters and of a part of the rows, which knows no mesh. Its results have
                 the first axes of the rows.
             params: tree of parameters, sharded by the rules.
-            rows: arrays that are divided alike.
+            rows: arrays that are divided alike, the last one like the results; others may be None.
             axes: mesh axes that the first dimensions of the rows are divided over, as far as they divide.
         """
         specs = jax.tree_util.tree_map_with_path(lambda path, leaf: self.spec(path_text(path), leaf.shape), params)
-        cuts = tuple(self.cut(x.shape, *axes).spec for x in rows)
+        cuts = tuple(PartitionSpec() if x is None else self.cut(x.shape, *axes).spec for x in rows)
 
         def gather(leaf: Any, spec: PartitionSpec) -> Any:
             for dimension, name in enumerate(spec):
@@ -238,7 +238,7 @@ class Sharding:
         def compute(params: Any, *rows: Any) -> Any:
             return function(jax.tree.map(gather, params, specs), *rows)
 
-        return jax.shard_map(compute, mesh=self.mesh, in_specs=(specs, *cuts), out_specs=cuts[0], check_vma=False)(
+        return jax.shard_map(compute, mesh=self.mesh, in_specs=(specs, *cuts), out_specs=cuts[-1], check_vma=False)(
             params, *rows
         )
 
