@@ -1,32 +1,28 @@
 """The processes of workers: how the standard library's forkserver makes them, and how they end with all they started.
 
-The forkserver imports this module first: then it imports the user's modules, once for all workers, and becomes the
-parent of whatever a worker leaves behind. It never runs agents, makes no threads and touches no device, so that forking
-it is safe. When the run goes away, it ends all workers.
+The forkserver imports this module first: then it imports the user's modules, once for all workers. It never runs
+agents, makes no threads and touches no device, so that forking it is safe. Each of its children is a guardian, which
+forks one worker and becomes the parent of whatever the worker leaves behind. When the worker ends, or the run goes
+away, the guardian kills all that is left.
 """
 
-import atexit
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import pkgutil
 import resource
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
-import warnings
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from multiprocessing import current_process, forkserver, get_context, spawn
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from collections.abc import Sequence
+from gc import freeze
+from multiprocessing import Pipe, current_process, forkserver, get_context, parent_process, spawn
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxft.harness.registry import import_installed, import_module
 
@@ -36,36 +32,60 @@ PR_SET_CHILD_SUBREAPER = 36
 PRELOAD = "JAXFT_PRELOAD"
 """Environment variable that tells a forkserver, once, what it imports before it forks workers."""
 
-BROKEN = 70
-"""Exit code of a worker that cannot go on, as after an agent has closed its files; sysexits.h calls it EX_SOFTWARE."""
-
 OUT_OF_MEMORY = 71
-"""Exit code of a worker that has no memory left even for a message about that."""
+"""Exit code of a worker that has no memory left."""
 
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Words in the command lines of Python's own helpers, which live as long as the process that started them."""
+SIGNALLED = 128
+"""Exit code of the guardian of a worker that a signal ended, less the signal's number, as shells have it."""
 
-_server: Any = forkserver._forkserver
+TRACE_SECONDS = 1
+"""Time that a worker has to write where it is before it is killed."""
+
 _lock = threading.Lock()
-_workers: set[int | None] = set()
-"""Process ids of the workers of this run; no orphans are looked for while one is started."""
+"""Held while processes are started and their exit codes read, for which multiprocessing has no lock."""
 
 
-def start_worker(imports: Sequence[str], arguments: tuple[Any, ...], files: Sequence[Any]) -> tuple[BaseProcess, int]:
-    """Start a worker, the first of which takes seconds; return it and the process id of the forkserver.
+class WorkerProcess(NamedTuple):
+    """The process of a worker's guardian, which has the worker's exit code, and the run's ends of what they share.
+
+    Attributes:
+        process: the guardian.
+        connection: the connection to the worker.
+        output: what the worker prints.
+        trace: the place where the worker crashed, or was when it was killed.
+    """
+
+    process: Any
+    connection: socket.socket
+    output: Connection
+    trace: Connection
+
+    def kill(self) -> None:
+        """Let the guardian kill the worker, and what it started; this may take a moment."""
+        with contextlib.suppress(ValueError):  # it is closed
+            self.process.terminate()
+
+    def exit_code(self, seconds: float | None) -> int | None:
+        """Return the exit code; None if the process runs for longer than `seconds`."""
+        wait([self.process.sentinel], seconds)
+        with _lock:
+            return self.process.exitcode
+
+
+def start_worker(imports: Sequence[str], *arguments: Any) -> WorkerProcess:
+    """Start a worker, the first of which takes seconds.
 
     Args:
         imports: modules that register the user's components.
-        arguments: arguments of `jaxft.harness.worker.work`.
-        files: its ends of its connection, and of the pipes for its output and its traces.
+        arguments: further arguments of `jaxft.harness.worker.work`.
     """
-    main = vars(sys.modules["__main__"])
-    if "__file__" in main and not Path(main["__file__"]).is_file():  # Python reads the program from standard input
-        del main["__file__"]
-    context = get_context("forkserver")
-    process = context.Process(target=_be_worker, args=(arguments, *files), daemon=True)
     preparation = {name: value for name, value in spawn.get_preparation_data("").items() if name != "authkey"}
-    with _lock:
+    connection, its_connection = socket.socketpair()
+    (output, its_output), (trace, its_trace) = Pipe(duplex=False), Pipe(duplex=False)
+    context = get_context("forkserver")
+    arguments = (its_connection, its_output, its_trace, imports, *arguments)
+    process = context.Process(target=_guard_worker, args=arguments, daemon=True)
+    with _lock, its_connection, its_output, its_trace:
         os.environ[PRELOAD] = json.dumps([os.getpid(), preparation, imports])
         try:
             context.set_forkserver_preload([__name__])
@@ -73,79 +93,66 @@ def start_worker(imports: Sequence[str], arguments: tuple[Any, ...], files: Sequ
         finally:
             del os.environ[PRELOAD]
         process.start()
-        _workers.add(process.pid)
-    return process, _server._forkserver_pid
+    return WorkerProcess(process, connection, output, trace)
 
 
-def kill_left_behind(worker: int | None, server: int) -> None:
-    """Kill what a worker that has ended left to the forkserver: children of another session that are no workers."""
-    with _lock:
-        _workers.discard(worker)
-        kill_all(
-            lambda: [pid for pid in set(children(server)) - _workers if _process_session(pid) not in (server, None)]
-        )
-
-
-def kill_worker(pid: int) -> None:
-    """Kill a worker with all processes that it started."""
-    kill_all(lambda: [pid, *descendants(pid)] if is_running(pid) else [])
-
-
-def _process_session(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except OSError:  # it has ended
-        return None
-
-
-def _preload(run: int, preparation: dict[str, Any], imports: Sequence[str]) -> None:
+def _preload(preparation: dict[str, Any], imports: Sequence[str]) -> None:
     """Prepare this process, a forkserver, for its workers; these report what cannot be imported here."""
-    if os.getppid() != run:
-        return
     os.environ["JAX_PLATFORMS"] = "cpu"  # agents get no accelerator: the run has it
     os.setsid()  # Ctrl-C is for the run
+    # Or a main script whose program is not guarded would run it here.
+    vars(current_process())["_inheriting"] = True
+    steps: list[Any] = [(spawn.prepare, preparation), (import_installed,), *((import_module, name) for name in imports)]
+    for function, *arguments in [*steps, (__import__, "jaxft.harness.worker"), (__import__, "openai")]:
+        with contextlib.suppress(Exception, SystemExit):
+            function(*arguments)
+    freeze()  # a collection in a worker would copy the pages of all that was imported
+
+
+def _guard_worker(connection: socket.socket, output: Connection, trace: Connection, *arguments: Any) -> None:
+    """Fork a worker, wait for its end, and end this process with its exit code after all that it started."""
+    worker = 0
+
+    def kill(*_: object) -> None:
+        kill_descendants()
+
+    def ask(*_: object) -> None:
+        """Kill the worker, after it has written where it is."""
+        if worker:
+            os.kill(worker, signal.SIGUSR1)
+        signal.alarm(TRACE_SECONDS)
+
+    def outlive_run() -> None:
+        run: Any = parent_process()
+        wait([run.sentinel])
+        os.kill(os.getpid(), signal.SIGALRM)
+
     adopt_orphans()
-    warnings.filterwarnings("ignore", "forkserver: waitpid")  # about orphans
-    atexit.register(kill_all, partial(descendants, os.getpid()))
-    _quietly(_import_main, preparation)
-    _quietly(import_installed)
-    for name in imports:
-        _quietly(import_module, name)
-    for name in ("jaxft.harness.worker", "openai"):
-        _quietly(__import__, name)
-    gc.collect()
-    gc.freeze()  # a collection in a worker would copy the pages of all that was imported
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGALRM, kill)
+    worker = os.fork()
+    if worker == 0:
+        for number in (signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        _be_worker(connection, output, trace, *arguments)
+    connection.close()
+    threading.Thread(target=outlive_run, daemon=True).start()
+    code, worker = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), 0
+    kill_descendants()
+    os._exit(code if code >= 0 else SIGNALLED - code)
 
 
-def _quietly(function: Callable[..., Any], *arguments: Any) -> None:
-    with contextlib.suppress(Exception, SystemExit):
-        function(*arguments)
-
-
-def _import_main(preparation: dict[str, Any]) -> None:
-    """Import the main script; one whose program is not guarded, and makes workers, gets the error of Python."""
-    process: Any = current_process()
-    process._inheriting = True
-    try:
-        spawn.prepare(preparation)
-    finally:
-        del process._inheriting
-
-
-def _be_worker(arguments: tuple[Any, ...], connection: socket.socket, output: Connection, trace: Connection) -> None:
+def _be_worker(connection: socket.socket, output: Connection, trace: Connection, *arguments: Any) -> None:
     """Be a worker, and end the process."""
-    code = BROKEN
+    code = 1
     try:
-        atexit.unregister(kill_all)
-        os.setsid()
         adopt_orphans()
+        os.setsid()  # a signal to all of its process group is for what it started
         process: Any = current_process()
         process._config["daemon"] = False  # or agents could start no processes by multiprocessing
-        os.close(_server._forkserver_alive_fd)  # or a worker that hangs would keep the forkserver alive after the run
         for number in (1, 2):
             os.dup2(output.fileno(), number)
-        output.close()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         pkgutil.resolve_name("jaxft.harness.worker:work")(connection, trace.fileno(), *arguments)
         code = 0
     except MemoryError:
@@ -153,17 +160,7 @@ def _be_worker(arguments: tuple[Any, ...], connection: socket.socket, output: Co
     except BaseException:
         traceback.print_exc()
     finally:
-        try:
-            flush_output()
-        finally:
-            os._exit(code)
-
-
-def flush_output() -> None:
-    """Write what is buffered of standard output and standard error."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the agent may have replaced or closed it
-            stream.flush()
+        os._exit(code)
 
 
 def adopt_orphans() -> None:
@@ -178,57 +175,27 @@ def limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def children(pid: int) -> list[int]:
-    """Return the children of a process that are running."""
-    found = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (thread / "children").read_text().split()]
-    return [child for child in found if is_running(child)]
-
-
-def descendants(pid: int) -> dict[int, int]:
-    """Return the running descendants of a process, each with its parent."""
-    found: dict[int, int] = {}
-    level = [pid]
-    while level:
-        new = {child: each for each in level for child in children(each) if child not in found}
-        found |= new
-        level = list(new)
+def descendants(pid: int) -> dict[int, str]:
+    """Return the names of the running descendants of a process, by process id."""
+    found: dict[int, str] = {}
+    left = [pid]
+    while left:
+        each = left.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            if each != pid:
+                name, _, status = Path(f"/proc/{each}/stat").read_text().rpartition(")")
+                if status.split()[0] not in ("Z", "X"):
+                    found[each] = name.partition("(")[2]
+            for thread in os.listdir(f"/proc/{each}/task"):
+                with open(f"/proc/{each}/task/{thread}/children") as children:
+                    left += map(int, children.read().split())
     return found
 
 
-def started_by(pid: int) -> set[int]:
-    """Return the running descendants of a process, without Python's own helpers, but with what these have forked."""
-    return {
-        child
-        for child, parent in descendants(pid).items()
-        # A process that a helper forks has the helper's command line.
-        if process_command(child) == process_command(parent)
-        or not any(word in process_command(child) for word in HELPERS)
-    }
-
-
-def is_running(pid: int) -> bool:
-    """Return True if there is a process of this id that has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
-
-
-def process_command(pid: int) -> str:
-    """Return the command line of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def kill_all(find: Callable[[], Collection[int]]) -> None:
-    """Kill the processes that `find` returns until there are none, as their own children are found when they end."""
+def kill_descendants() -> None:
+    """Kill the descendants of this process until there are none, as orphans are found when their parents have ended."""
     for _ in range(200):
-        found = find()
+        found = descendants(os.getpid())
         for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that they start no others meanwhile
             for pid in found:
                 with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -239,4 +206,6 @@ def kill_all(find: Callable[[], Collection[int]]) -> None:
 
 
 if PRELOAD in os.environ:
-    _preload(*json.loads(os.environ.pop(PRELOAD)))
+    _run, *_steps = json.loads(os.environ.pop(PRELOAD))
+    if _run == os.getppid():
+        _preload(*_steps)

@@ -112,11 +112,6 @@ def add_outside_calls(count: int) -> None:
         _outside_calls += count
 
 
-def is_outside_on_purpose() -> bool:
-    """Return True in code that `recording(None)` runs outside of episodes, as evaluators do."""
-    return _current.get(_UNSET) is None
-
-
 def outside_calls() -> int:
     """Return the number of language-model calls outside of any episode, in the whole process."""
     return _outside_calls
