@@ -13,21 +13,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxft.errors import ConfigError, PolicyError, UserCodeError, user_code
+from jaxft.errors import PolicyError, UserCodeError, user_code
 from jaxft.harness.config_types import at_json_path
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
 from jaxft.harness.evaluators import (
-    SECTION,
     BaseEvaluator,
     BoundEvaluator,
     Evaluator,
     EvaluatorInfo,
     GroupBarrier,
     WeightedSum,
-    as_evaluator,
+    bind_evaluators,
     run_evaluators,
     to_scalar,
-    weighted_sum_faults,
 )
 from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes, part_of_process
 from jaxft.harness.steps import EpisodeSteps
@@ -97,14 +95,7 @@ class Evaluation:
         self._workflow = workflow
         self._names = list(evaluators)
         self._sums = {name: each for name, each in evaluators.items() if isinstance(each, WeightedSum)}
-        faults = weighted_sum_faults(evaluators)
-        if faults:
-            raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
-        bound = {
-            name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(as_evaluator(each))
-            for name, each in evaluators.items()
-            if not isinstance(each, WeightedSum)
-        }
+        bound = bind_evaluators(evaluators)
         self._evaluators = {name: each for name, each in bound.items() if not each.is_group}
         self._group_evaluators = {name: each for name, each in bound.items() if each.is_group}
         self.reward_name = reward_name

@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.errors import UserCodeError, did_you_mean, one_line, user_code
+from jaxft.errors import ConfigError, UserCodeError, did_you_mean, one_line, user_code
 from jaxft.files import json_bytes
 from jaxft.harness.config_types import check_reference, config_error
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
@@ -417,6 +417,22 @@ def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str
                 what = "this weighted sum itself" if name == own else "a weighted sum, too"
                 faults.append((own, f"'{name}' is {what}: name the evaluators that it is made of"))
     return faults
+
+
+def bind_evaluators(evaluators: Mapping[str, Any]) -> dict[str, BoundEvaluator]:
+    """Return all evaluators but weighted sums, bound: those that are not score one episode without a time limit.
+
+    Raises:
+        ConfigError: a weighted sum names an unknown evaluator or another sum.
+    """
+    faults = weighted_sum_faults(evaluators)
+    if faults:
+        raise ConfigError([f"{SECTION}.{name}.weights: {message}" for name, message in faults])
+    return {
+        name: each if isinstance(each, BoundEvaluator) else BoundEvaluator(as_evaluator(each))
+        for name, each in evaluators.items()
+        if not isinstance(each, WeightedSum)
+    }
 
 
 @register_evaluator(config_type=WeightedSumConfig)

@@ -103,12 +103,8 @@ class Policy:
         self._lost: str | None = None
         self._sampler = model if sampler is None else sampler
         self._device = DeviceThread()
-        self._make_engine = partial(
-            Engine,
-            self._sampler,
-            self._device,
-            shapes=jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params),
-        )
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        self._make_engine = partial(Engine, self._sampler, self._device, shapes=shapes)
         self.engine = self._make_engine(
             self.sampling_params,
             seed=seed,

@@ -34,29 +34,14 @@ def plot_rewards(
         validation_history: a row per validation with `avg_reward` and the `epoch` that followed it.
     """
     epochs = _column(reward_history, "epoch")
-    means, lows, highs = (
-        _column(reward_history, name) for name in ("reward_mean", "group_reward_q25", "group_reward_q75")
-    )
     # Not pyplot, which keeps figures in global state and looks for a screen.
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.margins(x=0.02, y=0.06)
 
-    if len(epochs) == 1:
-        # A band over one epoch has no width, so it is drawn as a bar.
-        axes.vlines(epochs, lows, highs, color="tab:blue", alpha=0.4, linewidth=4, label=BAND)
-        axes.plot(epochs, means, color="tab:blue", marker="o", linestyle="", label="mean")
-    elif epochs:
-        window = moving_average_window(len(epochs))
-        marker = "o" if len(epochs) <= 30 else ""
-        axes.fill_between(epochs, lows, highs, color="tab:blue", alpha=0.15, linewidth=0, label=BAND)
-        axes.plot(
-            epochs, means, color="tab:blue", alpha=0.55, linewidth=1.1, marker=marker, markersize=3.5, label="mean"
-        )
-        if len(epochs) > window:
-            averages = moving_average(means, window)
-            axes.plot(epochs, averages, color="navy", linewidth=2, label=f"mean of {window} epochs")
+    if epochs:
+        _draw_training(axes, reward_history)
     if validation_history:
         at, rewards = _column(validation_history, "epoch"), _column(validation_history, "avg_reward")
         size = 5 if len(at) <= 30 else 3
@@ -79,6 +64,24 @@ def plot_rewards(
     picture = io.BytesIO()
     canvas.print_png(picture)
     return directory.write_bytes(PLOT_FILE, picture.getvalue())
+
+
+def _draw_training(axes: Axes, reward_history: Sequence[Mapping[str, float | None]]) -> None:
+    """Draw the mean training reward, its moving average and its band."""
+    names = ("epoch", "reward_mean", "group_reward_q25", "group_reward_q75")
+    epochs, means, lows, highs = (_column(reward_history, name) for name in names)
+    if len(epochs) == 1:
+        # A band over one epoch has no width, so it is drawn as a bar.
+        axes.vlines(epochs, lows, highs, color="tab:blue", alpha=0.4, linewidth=4, label=BAND)
+        axes.plot(epochs, means, color="tab:blue", marker="o", linestyle="", label="mean")
+        return
+    window = moving_average_window(len(epochs))
+    marker = "o" if len(epochs) <= 30 else ""
+    axes.fill_between(epochs, lows, highs, color="tab:blue", alpha=0.15, linewidth=0, label=BAND)
+    axes.plot(epochs, means, color="tab:blue", alpha=0.55, linewidth=1.1, marker=marker, markersize=3.5, label="mean")
+    if len(epochs) > window:
+        averages = moving_average(means, window)
+        axes.plot(epochs, averages, color="navy", linewidth=2, label=f"mean of {window} epochs")
 
 
 def _draw_curriculum(axes: Axes, reward_history: Sequence[Mapping[str, float | None]]) -> None:
