@@ -11,12 +11,12 @@ from jaxft.components.configs import (
     DPOTrajectoryBuilderConfig,
     GRPOTrainerConfig,
     GRPOTrajectoryBuilderConfig,
-    HTTPAgentConfig,
     LocalPolicyConfig,
     LocalTrainerAdapterConfig,
     OpenAILLMConfig,
 )
 from jaxft.components.evaluators import LLMJudgeConfig, RewardFunctionsConfig
+from jaxft.components.http_agent import HTTPAgentConfig
 from jaxft.components.single_turn import InMemoryDatasetConfig, SingleTurnConfig
 from jaxft.harness.registry import (
     REGISTRY,

@@ -8,8 +8,12 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from jaxft.components.configs import HTTPAgentConfig
+from pydantic import Field, SecretStr
+
 from jaxft.errors import ConfigError
+from jaxft.harness.addresses import HTTPAddress
+from jaxft.harness.config_types import LLMRef
+from jaxft.harness.registry import WorkflowConfig
 from jaxft.rollout.current import episode
 from jaxft.rollout.transport import http_library
 
@@ -18,6 +22,22 @@ MAX_RESPONSE_BYTES = 2**24
 
 CONNECT_SECONDS = 10.0
 """Time that connecting to the agent may take."""
+
+
+class HTTPAgentConfig(WorkflowConfig, name="http_agent"):
+    """An agent at an address, which is posted each example with a base URL of its episode, and answers with its output.
+
+    The body of the request is JSON: `example` (the row of the dataset), `base_url`, `api_key` and `model` for its calls
+    of the language model, `episode` (a name) and `seed` (a number that is the same when the episode is repeated).
+    """
+
+    url: HTTPAddress = Field(description="Address of the agent, as in http://localhost:9000/episode.")
+    llm: LLMRef | None = Field(
+        default=None, description="Entry of llms that the agent is told as its model; null: the only one."
+    )
+    api_key: SecretStr | None = Field(
+        default=None, description="Key that is sent to the agent, as Authorization: Bearer KEY; null: none."
+    )
 
 
 async def http_agent(
