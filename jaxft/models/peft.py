@@ -13,6 +13,7 @@ Letters: `L` layers, `r` rank, `D` inputs, `F` outputs.
 import hashlib
 import os
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from itertools import accumulate
@@ -242,7 +243,7 @@ def load_adapter(
         adapted = [part for part in parts if part in lora.targets]
         rank = lora.rank * (len(adapted) if about.get(TARGETS) else 1)
         a, b = (
-            _read_layers(folder, stored, module, kind, shape, config.num_layers)
+            _read_layers(f"{folder / WEIGHTS}: lora_{kind} of {module}", stored[module, kind], shape, config.num_layers)
             for kind, shape in (("A", (rank, inputs)), ("B", (sum(outputs), rank)))
         )
         ends = list(accumulate(outputs))
@@ -318,43 +319,30 @@ def _about_base(folder: Path) -> dict[str, Any]:
     return load_json(file) if file.is_file() else {}
 
 
-def _read_layers(
-    folder: Path,
-    stored: Mapping[tuple[str, str], Mapping[int, StoredTensor]],
-    module: str,
-    kind: str,
-    shape: tuple[int, int],
-    num_layers: int,
-) -> np.ndarray:
-    """Return `lora_A` or `lora_B` of a module in all layers, in float32.
+def _read_layers(name: str, layers: Mapping[int, StoredTensor], shape: tuple[int, int], num_layers: int) -> np.ndarray:
+    """Return `lora_A` or `lora_B` of a module, called `name` in errors, in all layers, in float32.
 
     Raises:
         ModelFileError: a layer has none, or one of another shape.
     """
-    layers = stored.get((module, kind.lower()), {})
     if sorted(layers) != list(range(num_layers)):
-        raise ModelFileError(
-            f"{folder / WEIGHTS}: lora_{kind} of {module} is there for layers {sorted(layers)}; the base has "
-            f"{num_layers}"
-        )
+        raise ModelFileError(f"{name} is there for layers {sorted(layers)}; the base has {num_layers}")
     for layer, tensor in layers.items():
         if tensor.shape != shape or tensor.dtype not in DTYPES:
-            raise ModelFileError(
-                f"{folder / WEIGHTS}: lora_{kind} of {module} in layer {layer} is {tensor.dtype}"
-                f"{list(tensor.shape)}; the base asks for {list(shape)}"
-            )
+            found = f"{tensor.dtype}{list(tensor.shape)}"
+            raise ModelFileError(f"{name} in layer {layer} is {found}; the base asks for {list(shape)}")
     return np.stack([read_tensor(layers[layer]).astype(np.float32) for layer in range(num_layers)])
 
 
-def _read_tensors(folder: Path) -> dict[tuple[str, str], dict[int, StoredTensor]]:
-    """The tensors of an adapter's file, by module and matrix (`a` or `b`), then by layer."""
+def _read_tensors(folder: Path) -> Mapping[tuple[str, str], Mapping[int, StoredTensor]]:
+    """Return the tensors of an adapter's file, by module and matrix (`A` or `B`), then by layer."""
     file = folder / WEIGHTS
     if not file.is_file():
         raise ModelFileError(f"{folder} holds no {WEIGHTS}")
-    found: dict[tuple[str, str], dict[int, StoredTensor]] = {}
+    found: defaultdict[tuple[str, str], dict[int, StoredTensor]] = defaultdict(dict)
     for name, tensor in tensors_of_file(file).items():
         match = NAME.fullmatch(name)
         if match is None or match[2].replace(".", "/") not in file_projections():
             raise ModelFileError(f"{file}: tensor {name!r} is no adapter of a decoder's projection")
-        found.setdefault((match[2].replace(".", "/"), match[3].lower()), {})[int(match[1])] = tensor
+        found[match[2].replace(".", "/"), match[3]][int(match[1])] = tensor
     return found
