@@ -111,8 +111,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
                 outcomes = await evaluation.validate(items)
                 seconds[name].append(time.perf_counter() - began)
                 assert all(outcome.error is None for outcome in outcomes)
-        # Of the guardians and their workers, with the forkserver and Python's resource tracker.
-        private_mb = statistics.median(private_megabytes(pid) for pid in descendants(os.getpid()))
+        started = descendants(os.getpid())
+        leaders = [pid for pid in started if os.getsid(pid) == pid]  # workers, and the forkserver
+        guardians = [pid for pid in started if pid not in leaders]  # and a helper of multiprocessing
+        private_mb = sum(statistics.median(map(private_megabytes, each)) for each in (leaders, guardians))
     return {"seconds": seconds, "first_round_seconds": start_seconds, "private_mb_of_a_worker": private_mb}
 
 

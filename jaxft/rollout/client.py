@@ -239,14 +239,7 @@ class ChatClient(LanguageModel):
             stop_reason = control_stops.get(last_id, last_id)
         parsed = ParsedAnswer(text)
         if not isinstance(request, CompletionRequest):
-            parse = partial(
-                template.responses.parse, prompt_text=prompt.text, has_tools=request.may_call_tools, tools=request.tools
-            )
-            parsed = parse(prefill + text)
-            if parsed.is_malformed and (whole := parse(prefill + with_stop)).tool_calls:
-                parsed = whole  # the stop string is the end of the call
-            if not request.parallel_tool_calls:
-                parsed = parsed._replace(tool_calls=parsed.tool_calls[:1])
+            parsed = self._parse(request, prompt, prefill + text, prefill + with_stop)
         if streamer is not None:
             if request.top_logprobs:
                 streamer.feed(completion.token_ids, completion.sampler_logprobs)
@@ -262,6 +255,19 @@ class ChatClient(LanguageModel):
             prefill + text if prefill + text != parsed.content else None,
             stop_reason,
         )
+
+    def _parse(self, request: ChatRequest, prompt: Prompt, text: str, with_stop: str) -> ParsedAnswer:
+        """Return the parts of an answer, given without the stop string at its end and with it."""
+        parse = partial(
+            self.policy.template.responses.parse,
+            prompt_text=prompt.text,
+            has_tools=request.may_call_tools,
+            tools=request.tools,
+        )
+        parsed = parse(text)
+        if parsed.is_malformed and (whole := parse(with_stop)).tool_calls:
+            parsed = whole  # the stop string is the end of the call
+        return parsed if request.parallel_tool_calls else parsed._replace(tool_calls=parsed.tool_calls[:1])
 
     def _request(
         self,
