@@ -127,6 +127,8 @@ class RunLog:
         self._log_validation(row)
         reward, failed = row["avg_reward"], row["num_failed"]
         result = f"reward {reward:.4g}, {row['num_examples']} episodes" if reward is not None else "failed"
+        at_k = {name.partition("@")[0]: name for name in row if name.startswith(("pass@", "maj@"))}  # the largest k
+        result += "".join(f", {name} {row[name]:.4g}" for name in at_k.values())
         lost = f"; {failed} episodes failed, the first: {row['first_error']}" if failed else ""
         if row["num_unscorable"]:
             lost += f"; {row['num_unscorable']} rewards were not usable"

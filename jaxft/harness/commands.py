@@ -120,7 +120,7 @@ async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
             )
             results = output.evaluation_results
             values: dict[str, Any] = {f"average/{name}": result.average_score for name, result in results}
-            values |= {
+            values |= output.scores | {
                 "average_reward": output.average_reward,
                 "episodes": output.num_episodes,
                 "failed": output.num_failed,

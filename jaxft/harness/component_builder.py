@@ -312,6 +312,8 @@ class ComponentBuilder(ConfigBuilder):
             self.config.finetuning.seed,
             timeout_seconds=timeout_seconds,
             result_json_path=general.result_json_path,
+            pass_threshold=general.pass_threshold,
+            breakdown_by=general.breakdown_by,
             counted_with=counted_with,
             server_url=await self.get_server_url() if (self._lender or self).is_served else ENDPOINT,
             show_progress=self.console.status,

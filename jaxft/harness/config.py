@@ -123,6 +123,17 @@ class EvalGeneralConfig(ConfigModel):
         description="JSON path of the result inside the workflow's output, as in $.answer, for the evaluators; null: "
         "the whole output.",
     )
+    pass_threshold: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="The least reward of an episode that passes, for pass@k and maj@k of evaluations and validations.",
+    )
+    breakdown_by: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column of the dataset, such as difficulty, for each of whose values evaluations and validations "
+        "have scores; null: none.",
+    )
     output_dir: OutputPath | None = Field(
         default=None,
         description="Directory that `jaxft eval` writes to, relative to the working directory; null: it writes no "

@@ -26,6 +26,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.harness.evaluation import Evaluation, Validation
+from jaxft.harness.evaluation_scores import ScoredEpisode
 from jaxft.harness.registry import TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from jaxft.rollout.recorder import TRAINING, VALIDATION
 from jaxft.runs.loggers import Loggers
@@ -399,10 +400,10 @@ class Trainer(ABC):
         }
 
     async def run_validation_evaluation(self, epoch: int, run_id: str) -> dict[str, Any]:
-        """Run `run_eval` of the builder, on the validation stream; return mean, minimum and maximum reward.
+        """Run `run_eval` of the builder, on the validation stream; return mean, minimum and maximum reward, and scores.
 
         Rewards are those of `compute_reward`; without a usable one all three are None. `num_failed` episodes failed
-        and have none; `first_error` is the first error.
+        and have none; `first_error` is the first error. The scores are those of `evaluation_scores`, by their names.
 
         Raises:
             RuntimeError: no components are bound.
@@ -411,19 +412,22 @@ class Trainer(ABC):
             raise RuntimeError(f"{type(self).__name__} has no components: call bind_components first")
         with _validating():
             output = await self.trajectory_builder.run_eval()
-        validation = self.trajectory_builder.validation
+        validation, evaluation = self.trajectory_builder.validation, self.trajectory_builder.evaluation
         name = None if self.reward is None else self.reward.name
         if validation is not None:  # the validation's configuration may name another reward
-            name = validation.evaluation.reward_name
+            evaluation, name = validation.evaluation, validation.evaluation.reward_name
         items = [
             item
             for evaluator, result in output.evaluation_results
             if evaluator == name
             for item in result.eval_output_items
         ]
-        given = [(item, await self.trajectory_builder.compute_reward(item)) for item in items if item.error is None]
-        rewards = [reward for _, reward in given if reward is not None]
-        priced = sum(item.score is None and reward is not None for item, reward in given)
+        priced: list[float | None] = [
+            None if item.error is not None else await self.trajectory_builder.compute_reward(item) for item in items
+        ]
+        rewards = [reward for reward in priced if reward is not None]
+        replaced = sum(item.score is None and reward is not None for item, reward in zip(items, priced, strict=True))
+        scored = zip(output.eval_input.eval_input_items, priced, (item.named_scores for item in items), strict=False)
         return {
             "epoch": epoch,
             "dataset_type": "validation",
@@ -432,8 +436,9 @@ class Trainer(ABC):
             "max_reward": max(rewards, default=None),
             "num_examples": len(rewards),
             "num_failed": output.num_failed,
-            "num_unscorable": output.num_unscorable - priced,
+            "num_unscorable": output.num_unscorable - replaced,
             "first_error": output.first_error,
+            **({} if evaluation is None else evaluation.scores([ScoredEpisode(*each) for each in scored])),
         }
 
     def apply_curriculum_learning(

@@ -202,6 +202,8 @@ class EvaluationRunOutput(DataModel):
         num_failed: number of episodes in which the workflow or an evaluator raised.
         num_unscorable: number of episodes without an error whose reward was None, NaN or infinite.
         first_error: the first failure: example, error and traceback.
+        rewards: reward of each episode; None for one without a usable reward. Empty without a reward function.
+        scores: scores by name, as `evaluation_scores` returns them: pass@k, named rewards, breakdowns.
     """
 
     workflow_interrupted: bool = False
@@ -213,6 +215,8 @@ class EvaluationRunOutput(DataModel):
     num_failed: int = 0
     num_unscorable: int = 0
     first_error: str | None = None
+    rewards: list[float | None] = []
+    scores: dict[str, float] = {}
 
 
 class CurriculumLearningConfig(ConfigModel):

@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from jaxft.errors import PolicyError, UserCodeError, user_code
+from jaxft.errors import ConfigError, PolicyError, UserCodeError, did_you_mean, user_code
 from jaxft.harness.config_types import at_json_path
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
+from jaxft.harness.evaluation_scores import ScoredEpisode, evaluation_scores
 from jaxft.harness.evaluators import (
     BaseEvaluator,
     BoundEvaluator,
@@ -45,6 +46,7 @@ class Evaluation:
 
     Attributes:
         reward_name: the evaluator that gives the reward; None for no reward.
+        scores: `evaluation_scores` with the settings of this evaluation.
         num_rollouts: number of runs on the training stream, here or in evaluations counted with this one; it is the
             rollout index of the next run that is given none.
         num_validations: the same for the validation stream.
@@ -64,6 +66,8 @@ class Evaluation:
         *,
         timeout_seconds: float | None = None,
         result_json_path: str | None = None,
+        pass_threshold: float = 1.0,
+        breakdown_by: str | None = None,
         counted_with: "Evaluation | None" = None,
         server_url: str = ENDPOINT,
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
@@ -80,6 +84,8 @@ class Evaluation:
             seed: seed of the run.
             timeout_seconds: time limit of the workflow per episode; None: no limit.
             result_json_path: JSON path of the result in the workflow's output; None: the whole output.
+            pass_threshold: the least reward of an episode that passes, for pass@k and maj@k.
+            breakdown_by: a column of the dataset, for each of whose values a summary has scores.
             counted_with: another evaluation of the same run with common counts, so that no two runs on a stream draw
                 the same random numbers.
             server_url: address of the server that reaches the language models of episodes.
@@ -99,6 +105,8 @@ class Evaluation:
         self._evaluators = {name: each for name, each in bound.items() if not each.is_group}
         self._group_evaluators = {name: each for name, each in bound.items() if each.is_group}
         self.reward_name = reward_name
+        self.scores = partial(evaluation_scores, pass_threshold=pass_threshold, breakdown_by=breakdown_by)
+        self._breakdown_by = breakdown_by
         self._slots = asyncio.Semaphore(part_of_process(max_concurrency))
         self._group_slots = asyncio.Semaphore(part_of_process(max_concurrency))
         self._seed = seed
@@ -158,7 +166,15 @@ class Evaluation:
     async def validate(
         self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
     ) -> list[EpisodeOutcome]:
-        """`run` on the validation stream, greedy by default; each call takes the next rollout index."""
+        """`run` on the validation stream, greedy by default; each call takes the next rollout index.
+
+        Raises:
+            ConfigError: no example has the column of `breakdown_by`.
+        """
+        columns = dict.fromkeys(name for item in items for name in item.full_dataset_entry)
+        if self._breakdown_by is not None and self._breakdown_by not in columns:
+            hint = did_you_mean(self._breakdown_by, columns, what="columns")
+            raise ConfigError([f"eval.general.breakdown_by: no example has '{self._breakdown_by}'{hint}"])
         return await self.run(items, stream=VALIDATION, num_generations=num_generations, temperature=temperature)
 
     @property
@@ -339,6 +355,7 @@ class Evaluation:
         """Summarise outcomes: averages over usable scores, and counts of failed and unscorable episodes."""
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        judged = [] if self.reward_name is None else outcomes
         return EvaluationRunOutput(
             eval_input=EvalInput(eval_input_items=[outcome.item for outcome in outcomes]),
             evaluation_results=[(name, _verdicts(name, outcomes)) for name in self._names],
@@ -347,6 +364,8 @@ class Evaluation:
             num_failed=len(failed),
             num_unscorable=len(outcomes) - len(failed) - len(rewards) if self.reward_name is not None else 0,
             first_error=failure_report(failed[0]) if failed else None,
+            rewards=[outcome.reward for outcome in judged],
+            scores=self.scores([ScoredEpisode(each.item, each.reward, each.named_rewards) for each in judged]),
         )
 
 

@@ -98,6 +98,12 @@ class ComparedRun:
         if known:
             epoch, reward = max(known, key=lambda each: (each[1], -each[0]))
             found |= {"best_validation_reward": reward, "best_validation_epoch": float(epoch)}
+            best = next(row for row in reversed(self.records.validations) if row["epoch"] == epoch)
+            found |= {
+                f"validation.{name}": value
+                for name in best
+                if ("@" in name or "/" in name) and math.isfinite(value := number(best, name))
+            }
         found["epochs"] = float(len(self.rewards))
         result = _result_figures(self.records.result or {})
         # Those of result.json count the warm start and all sessions.

@@ -151,7 +151,7 @@ def validation(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any
     columns = [name for name in names if name not in ("epoch", "first_error", *nested)]
     return {
         "title": " and ".join(kinds).replace(" V", " v"),
-        "charts": [*(_curriculum(run) if has_curriculum else ()), *_validation_chart(run)],
+        "charts": [*(_curriculum(run) if has_curriculum else ()), *_validation_charts(run)],
         "num_examples": len(examples),
         "least": least,
         "questions": {
@@ -170,10 +170,20 @@ def _curriculum(run: RunRecords) -> Iterator[Markup]:
     yield line_chart("Groups", [_line(run.metrics, "curriculum_groups", "trained"), dropped])
 
 
-def _validation_chart(run: RunRecords) -> Iterator[Markup]:
+def _validation_charts(run: RunRecords) -> Iterator[Markup]:
     if run.validations:
         means = _line(run.validations, "avg_reward", "mean", 1)
         yield line_chart("Validation reward", [means], x_label="epochs before it")
+    names = list(dict.fromkeys(name for row in run.validations for name in row))
+    largest_k = {name.partition("@")[0]: name for name in names if "@" in name and "/" not in name}
+    parts = [name for name in names if name.endswith("/reward")]
+    charts = {
+        "Validation: pass@k, maj@k and best@k": ["pass@1", *largest_k.values()] if largest_k else [],
+        "Validation rewards by name": [name for name in names if name.startswith(NAMED_REWARD)],
+        f"Validation reward by {parts[0].partition('=')[0]}" if parts else "": parts,
+    }
+    for caption, shown in charts.items():
+        yield line_chart(caption, _lines(run.validations, shown), x_label="epochs before it")
 
 
 def timings(run: RunRecords) -> dict[str, Any] | None:

@@ -23,3 +23,11 @@ def test_a_column_stays_and_what_matters_comes_behind_it(tmp_path):
     assert failed.split()[-2:] == ["failed", "2"]
     assert " ".join(mismatch).split()[-5:] == ["clip", "0.01", "sampler", "diff", "0.1"]
     assert len({line.index("tok/s") for line in (first, no_reward, failed, mismatch[0])}) == 1
+
+
+def test_a_validation_of_several_generations_shows_its_scores_of_the_most(tmp_path):
+    stream, row = io.StringIO(), {"epoch": 2, "avg_reward": 0.25, "num_examples": 8, "num_failed": 0}
+    scores = {"pass@1": 0.25, "maj@1": 0.25, "pass@4": 0.5, "maj@4": 0.375, "best@4": 0.75, "level=2/pass@4": 1.0}
+    with RunDirectory.create(tmp_path / "run") as directory:
+        RunLog(directory, Console(stream)).validation(row | scores | {"num_unscorable": 0})
+    assert "reward 0.25, 8 episodes, pass@4 0.5, maj@4 0.375\n" in stream.getvalue()

@@ -42,6 +42,7 @@ def test_eval_shows_what_every_evaluator_says(run_file, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "average/match   1\n" in shown and "episodes        6\n" in shown and "failed          2" in shown
     assert "2 episodes failed; the first: example '1', generation 0: ValueError: cannot answer b" in shown
+    assert "pass@2          0.6667\n" in shown and "best@2          1\n" in shown
     assert not (tmp_path / "run").exists()  # nothing is written unless it is asked for
 
     assert main(["eval", "--config-file", "run.yml", "-o", "eval.general.output_dir", "judged"]) == 0

@@ -77,6 +77,22 @@ def test_the_default_validation_counts_what_failed(toy_run, tmp_path):
     }
 
 
+def test_a_validation_of_several_generations_has_scores(toy_run, tmp_path):
+
+    toy_run["workflow"]["fail_on"] = ["b"]
+    toy_run["eval"]["general"] |= {"pass_threshold": 0.5, "breakdown_by": "answer"}
+    toy_run["eval"]["validation"] = {"dataset": {"_type": "toy_rows"}, "num_generations": 2}
+
+    async def use(session):
+        trainer = await session.trainer()
+        await trainer.initialize(session.config.finetuning)
+        return await trainer.run_validation_evaluation(4, "r")
+
+    row = with_session(toy_run, tmp_path, use)
+    assert row["pass@1"] == row["pass@2"] == row["maj@2"] == pytest.approx(2 / 3)
+    assert (row["best@2"], row["answer=B/pass@2"], row["answer=C/reward"]) == (1.0, 0.0, 1.0)
+
+
 class DrawingConfig(WorkflowConfig, name="drawing_agent"):
     pass
 

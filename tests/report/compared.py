@@ -67,7 +67,7 @@ def write_run(
     write_rows(path / "timings.jsonl", times)
     write_rows(path / "resumes.jsonl", [{"checkpoint": 1}] * num_resumes)
     if validations:
-        history = [{"epoch": epoch, "avg_reward": reward} for epoch, reward in validations]
+        history = [{"epoch": epoch, "avg_reward": reward, "pass@4": epoch / 20} for epoch, reward in validations]
         (path / "validation_history.json").write_text(json.dumps(history))
     if result is not None:
         (path / "result.json").write_text(json.dumps({"seed": seed, "versions": {}, **result}))

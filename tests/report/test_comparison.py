@@ -37,6 +37,7 @@ def test_figures_are_means_over_seeds_with_intervals(tmp_path):
     assert grpo.mean == pytest.approx(1.1)
     assert comparison.figures["best_validation_reward"][1].values == (1.5, 1.5, 1.5)
     assert comparison.figures["best_validation_epoch"][1].mean == 5
+    assert comparison.figures["validation.pass@4"][1].mean == 0.25  # of the best validation
     assert comparison.figures["seconds"][0].mean == 30
     assert comparison.figures["tokens_per_second"][0].mean == 50
     assert comparison.figures["result.win_rate"][0].values == (0.5, 0.6, 0.7)

@@ -112,6 +112,9 @@ def test_the_page_shows_the_figures_of_the_run(page, run):
     assert "mean as trained" in curves and f"{2 * last:.4g}" in curves and "The evaluator's rewards" in curves
     assert "Share of the episodes by reward" in page.sections["rewards"] and "example-2" in page.sections["rewards"]
     assert "Curriculum" in page.sections["validation"] and "avg_reward" in page.sections["validation"]
+    validation = page.sections["validation"]
+    assert "Validation: pass@k, maj@k and best@k" in validation and "level=hard/reward" in validation
+    assert "Validation rewards by name" in validation and "Validation reward by level" in validation
     assert "rollout" in page.sections["timings"] and "host peak: 1 GiB" in page.sections["timings"]
     assert re.search(r"finetuning\.seed\s*3\s*0", page.sections["configuration"])
     assert "preset: qwen3-1m" in page.sections["configuration"]
@@ -149,7 +152,7 @@ def test_nothing_is_shown_where_there_is_nothing(tmp_path):
     rows = [json.loads(line) for line in (run / "timings.jsonl").read_text().splitlines()]
     write_lines(run / "timings.jsonl", [row | {"host_peak_bytes": None, "compiles": None} for row in rows])
     validations = json.loads((run / "validation_history.json").read_text())
-    write_json(run / "validation_history.json", [row | {"avg_reward": None} for row in validations])
+    write_json(run / "validation_history.json", [{"epoch": row["epoch"], "avg_reward": None} for row in validations])
     page = page_of(run)
     assert not {"Commit", "Devices", "–"} & set(page.sections["top"].split())
     assert "Memory, GiB" not in page.text and "Compiled programs" not in page.text

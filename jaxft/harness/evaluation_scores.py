@@ -1,0 +1,150 @@
+"""Scores over several generations of each example: pass@k, best@k and maj@k.
+
+Of n generations of an example, every subset of k has the same chance. Each score is its exact mean over all of them,
+which is unbiased for k new generations (Chen et al. 2021, https://arxiv.org/abs/2107.03374, of pass@k), and then the
+mean over examples.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import numpy as np
+from pydantic_core import to_jsonable_python
+
+from jaxft.harness.data_models import EvalInputItem
+from jaxft.runs.metrics import NAMED_REWARD
+
+MAX_VOTES = 1000
+"""Most generations of an example for which maj@k is computed: with more, the number of subsets exceeds a float."""
+
+
+class ScoredEpisode(NamedTuple):
+    """An episode with its reward, which is None if it failed or could not be scored, and its named rewards."""
+
+    item: EvalInputItem
+    reward: float | None
+    named_rewards: Mapping[str, float | None] | None = None
+
+
+def pass_at_k(num_generations: int, num_passed: int, k: int) -> float:
+    """Return the chance that at least one of k generations passes, of which `num_passed` of `num_generations` did.
+
+    1 - C(n - c, k) / C(n, k), equation 1 of Chen et al. 2021.
+
+    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 1, 4)
+    (0.25, 0.5, 1.0)
+    """
+    subsets = math.comb(num_generations, k)
+    return (subsets - math.comb(num_generations - num_passed, k)) / subsets
+
+
+def best_at_k(rewards: Sequence[float], k: int) -> float:
+    """Return the expected maximum of k of the rewards.
+
+    The reward with r lower ones before it in ascending order is the maximum of C(r, k - 1) subsets.
+
+    >>> best_at_k([3.0, 0.0, 6.0], 2)  # the maxima of the three pairs are 3, 6 and 6
+    5.0
+    """
+    subsets = math.comb(len(rewards), k)
+    return math.fsum(reward * (math.comb(rank, k - 1) / subsets) for rank, reward in enumerate(sorted(rewards)))
+
+
+def maj_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
+    """Return the chance that the most frequent of k answers passes; of equally frequent ones each has the same chance.
+
+    An answer passes as often as its episodes did. None has no vote; k episodes without a vote do not pass.
+
+    >>> maj_at_k(["7", "8", "7"], [True, False, True], 3)
+    1.0
+    >>> round(maj_at_k(["7", "8", "7"], [True, False, True], 2), 4)  # of three pairs one is unanimous and two are ties
+    0.6667
+    """
+    votes = Counter(answers)
+    passing = {answer: sum(p for a, p in zip(answers, passed, strict=True) if a == answer) for answer in votes}
+    expected = 0.0
+    for top in range(1, min(k, max(votes.values())) + 1):  # the number of votes of the winner
+        # Number of ways to draw, and its sum weighted by the winners that pass: [number of drawn, number of winners].
+        ways = np.zeros((k + 1, k // top + 1))
+        ways[0, 0], won = 1.0, np.zeros_like(ways)
+        for answer, count in votes.items():
+            before, won_before, ways, won = ways, won, np.zeros_like(ways), np.zeros_like(won)
+            for drawn in range(min(count, k if answer is None else top) + 1):
+                wins = int(drawn == top and answer is not None)
+                source = slice(0, k + 1 - drawn), slice(0, k // top + 1 - wins)
+                gained = won_before[source] + wins * passing[answer] / count * before[source]
+                ways[drawn:, wins:] += math.comb(count, drawn) * before[source]
+                won[drawn:, wins:] += math.comb(count, drawn) * gained
+        expected += float((won[k, 1:] / np.arange(1, k // top + 1)).sum())
+    return expected / math.comb(len(answers), k)
+
+
+def evaluation_scores(
+    episodes: Sequence[ScoredEpisode], *, pass_threshold: float = 1.0, breakdown_by: str | None = None
+) -> dict[str, float]:
+    """Return scores by name, such as `pass@4`, `reward/style` and `level=hard/pass@4`.
+
+    With several generations of each example there are `pass@k`, `maj@k` and `best@k` for the powers of 2 up to their
+    number, and for that number.
+
+    Args:
+        episodes: all generations of some examples.
+        pass_threshold: the least reward of an episode that passes; one without a reward does not. `best@k` is over the
+            rewards that there are, and over the examples with at least k of them.
+        breakdown_by: a column of the dataset, for each of whose values there are `reward`, `episodes` and all scores.
+    """
+    scores = _named_rewards(episodes) | _scores_at_k(episodes, pass_threshold)
+    if breakdown_by is None:
+        return scores
+    parts: dict[str, list[ScoredEpisode]] = {}
+    for each in episodes:
+        parts.setdefault(str(each.item.full_dataset_entry.get(breakdown_by)), []).append(each)
+    for value, part in sorted(parts.items()):
+        rewards = [each.reward for each in part if each.reward is not None]
+        own = {"reward": fmean(rewards)} if rewards else {}
+        own |= {"episodes": len(part)} | evaluation_scores(part, pass_threshold=pass_threshold)
+        scores |= {f"{breakdown_by}={value}/{name}": score for name, score in own.items()}
+    return scores
+
+
+def _named_rewards(episodes: Sequence[ScoredEpisode]) -> dict[str, float]:
+    """Return the mean of each named reward, without one that is the whole reward."""
+    named = [(each.reward, each.named_rewards) for each in episodes if each.named_rewards is not None]
+    means = {}
+    for name in dict.fromkeys(name for _, rewards in named for name in rewards):
+        values = [(reward, value) for reward, rewards in named if (value := rewards.get(name)) is not None]
+        if any(reward != value for reward, value in values):
+            means[f"{NAMED_REWARD}{name}"] = fmean(value for _, value in values)
+    return means
+
+
+def _scores_at_k(episodes: Sequence[ScoredEpisode], pass_threshold: float) -> dict[str, float]:
+    examples: dict[str, list[ScoredEpisode]] = {}
+    for each in episodes:
+        examples.setdefault(each.item.id, []).append(each)
+    count = min(map(len, examples.values()), default=1)
+    if count == 1:
+        return {}
+    answers = [[_answer(each.item.output_obj) for each in group] for group in examples.values()]
+    rewards = [[each.reward for each in group] for group in examples.values()]
+    passed = [[reward is not None and reward >= pass_threshold for reward in group] for group in rewards]
+    usable = [[reward for reward in group if reward is not None] for group in rewards]
+    scores: dict[str, float] = {}
+    for k in sorted({2**power for power in range(count.bit_length())} | {count}):
+        scores[f"pass@{k}"] = fmean(pass_at_k(len(group), sum(group), k) for group in passed)
+        if count <= MAX_VOTES:
+            scores[f"maj@{k}"] = fmean(map(maj_at_k, answers, passed, [k] * len(answers)))
+        if best := [best_at_k(group, k) for group in usable if len(group) >= k]:
+            scores[f"best@{k}"] = fmean(best)
+    return scores
+
+
+def _answer(output: object) -> str | None:
+    """Return an output as a text that equal outputs share; None for an episode without one."""
+    if output is None or isinstance(output, str):
+        return output if output is None else output.strip()
+    return json.dumps(to_jsonable_python(output, inf_nan_mode="constants", fallback=repr), sort_keys=True)
