@@ -234,7 +234,7 @@ def test_stale_rows_of_the_table_are_found():
     assert table_faults(row, row.replace("10", "12")) == []
     assert len(table_faults(row, row.replace("10", "20"))) == 1
     assert len(table_faults(row, row.replace("openai>=2", "openai>=3"))) == 1
-    assert named_packages("serve") == ["openai", "starlette", "uvicorn"]
+    assert named_packages("serve") == ["openai", "starlette", "uvicorn", "prometheus-client"]
 
 
 def test_the_pages_of_the_root_name_what_exists():

@@ -180,7 +180,7 @@ class ComponentBuilder(ConfigBuilder):
                 ["llms: none of them is of this process, such as one of type local_policy: nothing to serve"]
             )
         try:
-            server = make_server(make_app(llms), **config.server_arguments())
+            server = make_server(make_app(llms), llms=llms, **config.server_arguments())
         except (OSError, UnicodeError) as error:  # the second for a name that DNS cannot hold
             place = f"{config.host}:{config.port}"
             reason = error.strerror if isinstance(error, OSError) else error

@@ -166,7 +166,9 @@ class Worker:
         except Exception as error:  # of a user's class that cannot be pickled, too
             raise WorkerError(f"no worker can be started: {error or 'the forkserver has ended'}") from error
         reader, self._writer = await asyncio.open_unix_connection(sock=self._process.connection, limit=LINE_BYTES)
-        self._peer = Peer(self._send, self.answer, self.find_llm, self.record, self._builder.get_server_url)
+        self._peer = Peer(
+            self._send, self.answer, self.find_llm, self.count_tokens, self.record, self._builder.get_server_url
+        )
         self._num_calls, self._place = 0, ""
         self._life = asyncio.create_task(self._live(reader))
         await self._call("start", {}, None, "")
@@ -278,6 +280,12 @@ class Worker:
             return None
         await client.check()
         return client.max_context_tokens
+
+    async def count_tokens(self, name: str, request: Message) -> int:
+        """Return the number of tokens of the prompt of a request of the worker."""
+        client = await self._builder.get_llm(name)
+        with recording(self._episode):
+            return await client.count_tokens(ChatRequest(**request))
 
     def record(self, outside: int, step_rewards: Any = (), candidates: Any = (), remote_calls: Any = ()) -> None:
         """Add to the record of an episode what the worker's has beside the calls."""

@@ -126,6 +126,10 @@ class WorkerClient(LanguageModel):
                 episode.record(call)
         return REPLY.validate_python(answer["reply"])
 
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt."""
+        return await self._run.ask("count_tokens", {"name": self.name, "request": request})
+
     def token_text(self, token_id: int) -> str:
         """Return the text of a token of an earlier answer, control tokens included."""
         return self._texts[token_id]

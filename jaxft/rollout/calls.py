@@ -61,6 +61,8 @@ class Completion:
         top_logprobs: for each token, pairs of a token id and its log-probability, if the request asks for them.
         supports: tokens that each token could be drawn from (`encode_support`); empty if the request neither filters
             nor has a grammar.
+        first_read, last_read: `time.perf_counter()` when the first and the last tokens were read from the device, and
+            the number of tokens by then.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -70,6 +72,8 @@ class Completion:
     finish_reason: str = "length"
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     supports: list[str] = field(default_factory=list)
+    first_read: tuple[float, int] = field(default=(0.0, 0), compare=False)
+    last_read: tuple[float, int] = field(default=(0.0, 0), compare=False)
 
     @property
     def policy_version(self) -> int:
@@ -319,7 +323,7 @@ def recorded_call(logprobs: Any) -> Call | None:
     record = first.get(RECORD) if isinstance(first, Mapping) else None
     if record is None:
         return None
-    per_token = {name: list(record.get(name, ())) for name in PER_TOKEN}
+    per_token: dict[str, Any] = {name: list(record.get(name, ())) for name in PER_TOKEN}
     completion = Completion(**per_token, finish_reason=record["finish_reason"])
     prompt = Prompt("", tuple(record["prompt_ids"]))
     reply = Reply(record["content"], completion, prompt.ids, record["index"])

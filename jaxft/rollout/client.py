@@ -100,6 +100,11 @@ class ChatClient(LanguageModel):
         first, *others = replies.values()
         return replace(first, others=tuple(others))
 
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt, which may be too long for an answer."""
+        prompt = await self._render(request, self._prefill(request), find_episode())
+        return len(prompt.ids) + prompt.truncated_tokens
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, control tokens included; see `TokenTexts.decoded_text`."""
         return self.policy.template.tokens.decoded_text(token_id)
@@ -135,12 +140,21 @@ class ChatClient(LanguageModel):
         return await asyncio.to_thread(template.grammars.compile, grammar)
 
     async def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
-        """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`.
-
-        That of a large conversation takes long, and is made in a thread, so that others are answered meanwhile.
-        """
+        """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`."""
         if isinstance(request, CompletionRequest):
             return self._fit_prompt(Prompt("", tuple(request.prompt_ids)), request.max_tokens, episode)
+        try:
+            prompt = await self._render(request, prefill, episode)
+        except PromptTooLongError:
+            self._drop(episode)
+            raise
+        return self._fit_prompt(prompt, request.max_tokens, episode)
+
+    async def _render(self, request: ChatRequest, prefill: str, episode: Episode | None) -> Prompt:
+        """Return the prompt of a conversation.
+
+        That of a large one takes long, and is made in a thread, so that others are answered meanwhile.
+        """
         # Calls of another language model may be in token ids of another tokenizer; those to token ids have no messages
         # that a conversation could go on from.
         known = () if episode is None else tuple(episode.calls)
@@ -158,16 +172,10 @@ class ChatClient(LanguageModel):
             )
 
         template = self.policy.template
-        try:
-            if _is_large([request.messages, request.tools, request.chat_template_kwargs]):
-                in_thread = partial(asyncio.get_running_loop().run_in_executor, _large_prompts)
-                prompt = await in_thread(lambda: render(template.of_thread))
-            else:
-                prompt = render(template)
-        except PromptTooLongError:
-            self._drop(episode)
-            raise
-        return self._fit_prompt(prompt, request.max_tokens, episode)
+        if _is_large([request.messages, request.tools, request.chat_template_kwargs]):
+            in_thread = partial(asyncio.get_running_loop().run_in_executor, _large_prompts)
+            return await in_thread(lambda: render(template.of_thread))
+        return render(template)
 
     def _messages(self, request: ChatRequest | CompletionRequest, prompt: Prompt) -> tuple[dict[str, Any], ...]:
         """Return the messages that are recorded; token ids are one message of the user, for people to read."""

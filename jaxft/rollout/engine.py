@@ -12,6 +12,7 @@ what the scheduler chose, prompts chunk by chunk between dispatches of decoding,
 import asyncio
 import contextlib
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -125,7 +126,22 @@ class Engine:
     @property
     def cache_tokens(self) -> int:
         """Number of tokens whose keys and values fit in the cache."""
-        return self._runner.num_pages * self._runner.row_shards * PAGE_TOKENS
+        return self.num_pages * PAGE_TOKENS
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages of the cache."""
+        return self._runner.num_pages * self._runner.row_shards
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that have slots now."""
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a slot now."""
+        return len(self._scheduler.waiting)
 
     @property
     def held_pages(self) -> int:
@@ -343,6 +359,8 @@ def _take_tokens(running: Running, slot: int, sampled: SampledTokens, version: i
     completion.sampler_logprobs += sampled.sampler_logprobs[slot, :count].tolist()
     completion.behavior_logprobs += sampled.behavior_logprobs[slot, :count].tolist()
     completion.policy_versions += [version] * count
+    completion.last_read = (time.perf_counter(), known + count)
+    completion.first_read = completion.first_read if known else completion.last_read
     if sampled.supports is not None and running.request.has_supports:
         completion.supports += map(encode_support, sampled.supports[slot, :count])
     try:

@@ -152,6 +152,10 @@ class LanguageModel(ABC):
         """
 
     @abstractmethod
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens of a request's prompt, which nothing answers; errors are those of `chat`."""
+
+    @abstractmethod
     def token_text(self, token_id: int) -> str:
         """Return the text that one token adds, control tokens included; parts of characters are lone surrogates."""
 

@@ -7,6 +7,7 @@ A client that goes away cancels its call, whose slot is free at the next step of
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -17,13 +18,25 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jaxft import ChatRequest, CompletionRequest, Episode, LanguageModel
+from jaxft import ChatRequest, CompletionRequest, Episode, LanguageModel, Reply
 from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
 from jaxft.rollout import episode_of_token, find_episode, is_episode_token, recording
 from jaxft.serving.completions import CHAT_COMPLETIONS
+from jaxft.serving.messages_api import COUNT_TOKENS, MESSAGES, CountTokensRequest
 from jaxft.serving.openapi import DIALECTS, openapi_schema
 from jaxft.serving.schemas import APIRequest, Dialect, as_refusal, read_request
-from jaxft.serving.wire import MAX_BODY_BYTES, APIError, EventWriter, encode, openai_error, parse_body
+from jaxft.serving.wire import (
+    MAX_BODY_BYTES,
+    SERVED,
+    APIError,
+    EventWriter,
+    encode,
+    note_reply,
+    openai_error,
+    parse_body,
+)
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,7 +45,6 @@ LARGE_BODY_BYTES = 2**16
 
 OTHER_PATHS = {
     "/v1/embeddings": "the policy makes no embeddings: give the agent an embedding model of another provider",
-    "/v1/messages/count_tokens": "tokens are counted when they are read: usage.input_tokens of an answer counts them",
     "/v1/messages/batches": "there are no batches: send the messages at once, without waiting for one another",
     "/v1/v1": "anthropic's client adds /v1 to its base URL: give it the address without /v1",
     "/v1/responses": "responses are not stored: send the whole input with each request",
@@ -49,7 +61,7 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
 
     def answers(dialect: Dialect) -> Route:
         async def answer(request: Request) -> Response:
-            asked, wanted = await _read_request(dialect, await _body(request))
+            asked, wanted = await _read_request(dialect.request, await _body(request))
             llm = _find(llms, asked.model)
             if asked.stream:
                 writer = dialect.make_writer(asked, llm.token_text)
@@ -58,9 +70,14 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
                 first = await _while_connected(request, _next(events))
                 return StreamingResponse(_join_events(first, events, dialect, writer), media_type="text/event-stream")
             reply = await _while_connected(request, llm.answer(wanted))
+            note_reply(llm.name, reply)
             return _json(dialect.reply(asked, reply, llm.token_text))
 
         return Route(dialect.path, _answering(answer, dialect), methods=["POST"])
+
+    async def count_tokens(request: Request) -> Response:
+        asked, wanted = await _read_request(CountTokensRequest, await _body(request))
+        return _json({"input_tokens": await _find(llms, asked.model).count_tokens(wanted)})
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_card(llm) for llm in llms.values()]})
@@ -79,6 +96,7 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
     app = Starlette(
         routes=[
             *map(answers, DIALECTS),
+            Route(COUNT_TOKENS, _answering(count_tokens, MESSAGES), methods=["POST"]),
             Route("/v1/models", _answering(models)),
             Route("/v1/models/{model:path}", _answering(model)),
             Route("/health", _answering(health)),
@@ -186,14 +204,16 @@ def _refuse(error: Exception, dialect: Dialect) -> APIError:
         if episode is not None:
             episode.policy_error = error
         return APIError(one_line(error), status=503, kind="service_unavailable_error")
+    if (served := SERVED.get()) is not None:
+        logger.error("request %s failed", served.id, exc_info=error)
     return APIError(one_line(error), status=500, kind="server_error")
 
 
-def _no_such_path(request: Request, error: Exception) -> Response:
+async def _no_such_path(request: Request, error: Exception) -> Response:  # else Starlette calls it in a thread
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     known = (told for other, told in OTHER_PATHS.items() if path == other or path.startswith(f"{other}/"))
-    posts = ", ".join(f"POST {dialect.path}" for dialect in DIALECTS)
+    posts = ", ".join(f"POST {path}" for path in (*(dialect.path for dialect in DIALECTS), COUNT_TOKENS))
     served = f"{request.method} {path[:100]}: served are {posts}, GET /v1/models, GET /health and GET /openapi.json"
     told = next(known, served) if error.status_code == 404 else served
     refused = APIError(told, status=error.status_code, code="not_found")
@@ -221,11 +241,11 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _read_request(dialect: Dialect, body: bytes) -> tuple[APIRequest, ChatRequest | CompletionRequest]:
+async def _read_request(model: type[APIRequest], body: bytes) -> tuple[APIRequest, Any]:
     """Return the request of a body and what it wants sampled; others are answered while a large one is read."""
 
-    def read() -> tuple[APIRequest, ChatRequest | CompletionRequest]:
-        asked = read_request(dialect.request, parse_body(body))
+    def read() -> tuple[APIRequest, Any]:
+        asked = read_request(model, parse_body(body))
         return asked, asked.to_request()
 
     return read() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
@@ -264,6 +284,8 @@ async def _events(
     """Yield the server-sent events of an answer."""
     async with contextlib.aclosing(llm.stream(wanted)) as pieces:
         async for piece in pieces:
+            if isinstance(piece, Reply):
+                note_reply(llm.name, piece)
             for event in writer.events(piece):
                 yield event
 

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from jaxft.harness import Limits, is_loopback
 from jaxft.rollout import episode_of_token
 from jaxft.serving.app import episode_token, error_response, request_keys
-from jaxft.serving.wire import APIError
+from jaxft.serving.wire import METRICS, APIError
 
 RETRY_SECONDS = 1
 """Time after which a client that is refused for lack of room may ask again."""
@@ -74,7 +74,7 @@ class Guard:
         try:
             self._check_source(scope)
             self._check_key(scope)
-            if self.num_requests >= self._limits.max_requests:
+            if self.num_requests >= self._limits.max_requests and scope["path"] != METRICS:
                 raise _busy(f"{self.num_requests} requests are being answered, which is the most")
         except APIError as error:
             await refuse(error, scope, receive, respond)

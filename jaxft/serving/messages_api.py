@@ -32,7 +32,7 @@ from jaxft.serving.schemas import (
     Tools,
     function_tool,
 )
-from jaxft.serving.wire import APIError, count_tokens, event, make_id
+from jaxft.serving.wire import APIError, count_tokens, event, id_of_error, make_id
 
 OWN_TOOLS = Refused("Anthropic's own tools do not run here")
 
@@ -213,6 +213,13 @@ class MessagesRequest(APIRequest):
         return ChatRequest(**arguments)
 
 
+class CountTokensRequest(MessagesRequest):
+    """A request to count the tokens of messages."""
+
+    max_tokens: Ignored = Field(None, description="Nothing is sampled.")
+    stream: Annotated[Any, Refused("a count comes whole", False)] = None
+
+
 def _texts(content: str | Sequence[TextBlock]) -> str | list[dict[str, Any]]:
     """Return text, or blocks of text as OpenAI's parts of text."""
     return content if isinstance(content, str) else [{"type": "text", "text": block.text} for block in content]
@@ -373,7 +380,10 @@ def anthropic_error(error: APIError) -> tuple[int, dict[str, Any]]:
     (404, {'type': 'error', 'error': {'type': 'not_found_error', 'message': "there is no model 'x'"}})
     """
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return error.status, {"type": "error", "error": {"type": kind, "message": error.message}}
+    return error.status, {"type": "error", "error": {"type": kind, "message": error.message}, **id_of_error()}
 
 
 MESSAGES = Dialect("/v1/messages", MessagesRequest, message_json, MessageWriter, anthropic_error)
+
+COUNT_TOKENS = f"{MESSAGES.path}/count_tokens"
+"""Path that counts the tokens of messages, which nothing answers."""

@@ -9,7 +9,14 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
 from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS
-from jaxft.serving.messages_api import MESSAGES, TextBlock, ThinkingBlock, ToolUseBlock
+from jaxft.serving.messages_api import (
+    COUNT_TOKENS,
+    MESSAGES,
+    CountTokensRequest,
+    TextBlock,
+    ThinkingBlock,
+    ToolUseBlock,
+)
 from jaxft.serving.responses_api import RESPONSES, FunctionCall, MessageItem, ReasoningItem
 from jaxft.serving.wire import openai_error
 
@@ -21,6 +28,12 @@ class Usage(BaseModel):
 
     input_tokens: Number
     output_tokens: Number
+
+
+class TokenCount(BaseModel):
+    """Anthropic's count of the tokens of messages."""
+
+    input_tokens: Number
 
 
 class MessagesReply(BaseModel):
@@ -93,12 +106,14 @@ class AnthropicError(BaseModel):
 
     type: Literal["error"]
     error: AnthropicFault
+    request_id: str | None = None
 
 
 REPLIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatCompletion,
     "/v1/completions": Completion,
     "/v1/messages": MessagesReply,
+    COUNT_TOKENS: TokenCount,
     "/v1/responses": Response,
     "/v1/models": ModelList,
     "/v1/models/{model}": ModelCard,
@@ -131,8 +146,9 @@ OF_EVERY_ROUTE = (401, 403, 408, 413, 421, 429, 500, 503)
 @functools.cache
 def openapi_schema(models: tuple[str, ...]) -> dict[str, Any]:
     """Return the OpenAPI schema of an app without its address, for the names of its language models."""
-    requests = {dialect.path: dialect.request for dialect in DIALECTS}
+    requests = {dialect.path: dialect.request for dialect in DIALECTS} | {COUNT_TOKENS: CountTokensRequest}
     errors = {dialect.path: OpenAIError if dialect.error is openai_error else AnthropicError for dialect in DIALECTS}
+    errors[COUNT_TOKENS] = AnthropicError
     everything = {*requests.values(), *REPLIES.values(), *errors.values()}
     references, definitions = models_json_schema(
         [(each, "validation") for each in sorted(everything, key=lambda each: each.__name__)],
@@ -158,7 +174,7 @@ def openapi_schema(models: tuple[str, ...]) -> dict[str, Any]:
             "summary": reply.__doc__,
             "responses": {"200": content(reply, STATUSES[200]), **responses},
         }
-        if path in requests:
+        if path in requests and path != COUNT_TOKENS:
             operation["responses"]["200"]["content"]["text/event-stream"] = {
                 "schema": {"description": "Events, each with its JSON."}
             }

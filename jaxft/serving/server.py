@@ -10,7 +10,7 @@ import asyncio
 import resource
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import h11
@@ -18,9 +18,11 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from jaxft import LanguageModel
 from jaxft.harness import Limits
 from jaxft.serving.app import episode_token, error_response
 from jaxft.serving.guard import Guard, refuse, unavailable
+from jaxft.serving.metrics import Metrics
 from jaxft.serving.wire import APIError
 
 MAX_HEAD_BYTES = 2**16
@@ -55,6 +57,7 @@ class Server:
     Attributes:
         guard: the app with its limits, and counts of requests.
         limits: limits of requests and connections.
+        metrics: counts and times of requests, and the load of the engines.
         url: address, such as `http://127.0.0.1:8000`; it is open from the moment on that the server is made.
         max_connections: connections that are served at the same time; of twice as many, one is closed for each new one.
         strangers: connections of which no request was admitted yet, the oldest first, with the times at which they
@@ -65,6 +68,7 @@ class Server:
         self,
         app: ASGIApp,
         *,
+        llms: Mapping[str, LanguageModel] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         api_key: str | None = None,
@@ -75,6 +79,7 @@ class Server:
 
         Args:
             app: the app.
+            llms: its language models by their names, whose engines the metrics describe; None: none.
             host: address or name to listen on.
             port: its port; 0 takes a free one.
             api_key: key that requests need; None: none.
@@ -86,7 +91,10 @@ class Server:
             OSError: the address is in use, or is none of this machine.
         """
         self.limits = limits = Limits() if limits is None else limits
-        self.guard = Guard(app, host=host, api_key=api_key, allowed_hosts=allowed_hosts, limits=limits)
+        self.metrics = Metrics({} if llms is None else llms)
+        self.guard = Guard(
+            self.metrics.beside(app), host=host, api_key=api_key, allowed_hosts=allowed_hosts, limits=limits
+        )
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         is_dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
         listening = socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=is_dual)
@@ -101,7 +109,7 @@ class Server:
             owner = self
 
         config = uvicorn.Config(
-            self._admit,
+            self.metrics.of_requests(self._admit),
             interface="asgi3",
             http=Protocol,
             ws="none",

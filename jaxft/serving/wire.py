@@ -8,6 +8,8 @@ import json
 import math
 import uuid
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic_core import from_json
@@ -17,11 +19,44 @@ from jaxft import Delta, Reply
 MAX_BODY_BYTES = 2**24
 """Largest body of a request."""
 
+METRICS = "/metrics"
+"""Path of a server's metrics."""
+
 MAX_DEPTH = 100
 """Most levels of lists and objects in a body."""
 
 MAX_VALUES = 2**18
 """Most values in a body, those of lists and objects within it included: reading many small ones takes long."""
+
+
+@dataclass
+class Served:
+    """A request that a server answers.
+
+    Attributes:
+        id: the client's `x-request-id`, or the server's.
+        model: name of the language model that answered it; empty before.
+        reply: the answer; None before its end, and without one.
+    """
+
+    id: str
+    model: str = ""
+    reply: Reply | None = None
+
+
+SERVED: ContextVar[Served | None] = ContextVar("jaxft_served", default=None)
+"""The request that is being answered; None in a process that asks its own app, without a server."""
+
+
+def note_reply(model: str, reply: Reply) -> None:
+    """Tell the server, if one is there, what answers the present request."""
+    if (served := SERVED.get()) is not None:
+        served.model, served.reply = model, reply
+
+
+def id_of_error() -> dict[str, str]:
+    """Return `request_id` for the JSON of an error; nothing without a server."""
+    return {} if (served := SERVED.get()) is None else {"request_id": served.id}
 
 
 class APIError(Exception):
@@ -55,7 +90,7 @@ class APIError(Exception):
 def openai_error(error: APIError) -> tuple[int, dict[str, Any]]:
     """Return status and JSON of an error in OpenAI's format."""
     body = {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}
-    return error.status, {"error": body}
+    return error.status, {"error": {**body, **id_of_error()}}
 
 
 class EventWriter(Protocol):

@@ -221,6 +221,9 @@ class Stub(LanguageModel):
             on_delta(Delta(0, character))
         return reply
 
+    async def count_tokens(self, request):
+        return len(request.messages)
+
     def token_text(self, token_id):
         return f"<{token_id}>"
 

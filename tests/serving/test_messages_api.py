@@ -134,9 +134,29 @@ def test_a_thread_records_by_its_key(anthropic_client):
         run(ask(anthropic_client.with_options(api_key=key)))
 
 
+def count(client, **options):
+    return run(client.messages.count_tokens(**({"model": "player", "messages": QUESTION} | options)), make_episode())
+
+
+def test_tokens_are_counted_as_an_answer_counts_them(anthropic_client, policy):
+    options = {"system": "Be brief.", "tools": [{"name": "look_up", "input_schema": {"type": "object"}}]}
+    for more in ({}, options, options | {"tool_choice": {"type": "any"}}):
+        assert count(anthropic_client, **more).input_tokens == run(ask(anthropic_client, **more)).usage.input_tokens
+    most = policy.engine.max_context_tokens
+    assert count(anthropic_client, messages=[{"role": "user", "content": "x" * most}]).input_tokens > most
+
+
+def test_a_count_is_refused_in_anthropics_form(anthropic_client):
+    with pytest.raises(anthropic.NotFoundError, match="plaxer"):
+        count(anthropic_client, model="plaxer")
+    with pytest.raises(anthropic.BadRequestError, match="stream is true: a count comes whole") as caught:
+        count(anthropic_client, extra_body={"stream": True})
+    assert caught.value.body["type"] == "error"
+
+
 def test_other_paths_of_anthropic_have_a_way_out(anthropic_client):
-    with pytest.raises(anthropic.NotFoundError, match="input_tokens"):
-        run(anthropic_client.messages.count_tokens(model="player", messages=QUESTION))
+    with pytest.raises(anthropic.NotFoundError, match="no batches"):
+        run(anthropic_client.messages.batches.list())
 
 
 def test_a_refusal_of_a_server_is_anthropics():

@@ -28,6 +28,7 @@ REQUESTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 4},
     "/v1/completions": {"prompt": [5, 6], "max_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "x?"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x?"}]},
     "/v1/responses": {"input": "x?", "max_output_tokens": 4},
 }
 

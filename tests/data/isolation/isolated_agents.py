@@ -28,7 +28,9 @@ async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
     sync_client = await builder.get_llm(config.llm, wrapper_type="openai_sync")
 
     async def by_chat(messages: list) -> str:
-        return (await llm.chat(messages, max_tokens=5)).content
+        reply = await llm.chat(messages, max_tokens=5)
+        assert await llm.count_tokens(jaxft.ChatRequest(messages)) == len(reply.prompt_ids)
+        return reply.content
 
     async def by_client(messages: list) -> str:
         completion = await client.chat.completions.create(model=config.llm, messages=messages, max_tokens=5)
