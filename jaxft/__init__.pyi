@@ -253,6 +253,12 @@ from .components.grpo import (
 from .components.local_adapter import (
     LocalTrainerAdapter as LocalTrainerAdapter,
 )
+from .components.logged_runs import (
+    dpo as dpo,
+)
+from .components.logged_runs import (
+    sft as sft,
+)
 from .components.train import (
     TrainResult as TrainResult,
 )

@@ -2,6 +2,7 @@
 
 from jaxft.core.advantages import Estimator as Estimator
 from jaxft.core.advantages import batch_advantages as batch_advantages
+from jaxft.core.advantages import exponential_advantages as exponential_advantages
 from jaxft.core.advantages import gae as gae
 from jaxft.core.advantages import group_advantages as group_advantages
 from jaxft.core.advantages import group_mean_advantages as group_mean_advantages

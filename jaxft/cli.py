@@ -127,11 +127,18 @@ def _eval(parsed: argparse.Namespace, given: Given) -> int:
 
 def _init_arguments(parser: Parser) -> None:
     parser.add_argument("folder", type=home_path, help="the folder to make; its name becomes that of the agent")
+    parser.add_argument(
+        "--from", dest="logs", type=home_path, metavar="FILE", help="a file of logged rows to train on, and no agent"
+    )
 
 
 def _init(parsed: argparse.Namespace, given: Given) -> int:
     async def run() -> None:
-        files = ", ".join(path.name for path in write_agent(parsed.folder))
+        if parsed.logs is not None:
+            write_logged_run = pkgutil.resolve_name("jaxft.components.logged_runs:write_logged_run")
+            files = write_logged_run(parsed.logs, parsed.folder).name
+        else:
+            files = ", ".join(path.name for path in write_agent(parsed.folder))
         there = shlex.quote(str(parsed.folder))
         Console().message(f"wrote {files} to {parsed.folder}\nnext: cd {there} && jaxft finetune --config-file run.yml")
 
@@ -217,7 +224,8 @@ VERBS = {
         help="write a folder with an agent to start from",
         description="""Writes a folder with an agent, its reward, data, configuration and test: a start for one's own.
 
-The agent has the name of the folder. Nothing that exists is overwritten.""",
+The agent has the name of the folder. Nothing that exists is overwritten. With --from the folder has a configuration
+that trains on logged conversations or preferences, in the form that the first row shows.""",
         add_arguments=_init_arguments,
         run=_init,
     ),

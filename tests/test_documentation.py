@@ -111,6 +111,7 @@ ADDED = {
     "jaxft finetune --config-file run.yml": f"--overwrite {RUN}",
     "jaxft finetune --config-file examples/custom_components": "--set finetuning.num_epochs=2",
     "jaxft finetune --help": "> help.txt",
+    "jaxft finetune --config-file from_logs/run.yml": "--set finetuning.num_epochs=2",
     "jaxft resume runs/my_agent": "--set finetuning.num_epochs=2",
     "jaxft sweep --config-file run.yml --list": f"{RUN} --seeds 1",
     "jaxft chat runs/my_agent": "< /dev/null",
@@ -404,7 +405,7 @@ optimizer, prompts, key = optax.sgd(0.1), [[9, 10]] * 4, jax.random.key(0)
 TAKEN_FOR_GRANTED = {"mesh = jaxft.make_mesh": ON_CPU_DEVICES, "class Network(linen.Module)": ON_CPU_DEVICES}
 """Lines put before a block that is no whole program, by its beginning."""
 
-CONTINUED = ("docs/your-own-loss.md",)
+CONTINUED = ("docs/your-own-loss.md", "docs/logged-data.md")
 """Pages whose programs go on from each other."""
 
 

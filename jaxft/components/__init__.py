@@ -13,6 +13,7 @@ from jaxft.components.configs import (
     GRPOTrajectoryBuilderConfig,
     LocalPolicyConfig,
     LocalTrainerAdapterConfig,
+    LoggedTrajectoryBuilderConfig,
     OpenAILLMConfig,
 )
 from jaxft.components.evaluators import LLMJudgeConfig, RewardFunctionsConfig
@@ -40,6 +41,11 @@ REGISTRY.add(EvaluatorConfig, RewardFunctionsConfig, "jaxft.components.evaluator
 REGISTRY.add(EvaluatorConfig, LLMJudgeConfig, "jaxft.components.evaluators:llm_judge")
 REGISTRY.add(TrainerAdapterConfig, LocalTrainerAdapterConfig, "jaxft.components.local_adapter:local_trainer_adapter")
 REGISTRY.add(TrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig, "jaxft.components.grpo:grpo_trajectory_builder")
+REGISTRY.add(
+    TrajectoryBuilderConfig,
+    LoggedTrajectoryBuilderConfig,
+    "jaxft.components.logged_builder:logged_trajectory_builder",
+)
 REGISTRY.add(TrajectoryBuilderConfig, DPOTrajectoryBuilderConfig, "jaxft.components.dpo:dpo_trajectory_builder")
 REGISTRY.add(TrainerConfig, GRPOTrainerConfig, "jaxft.components.grpo:grpo_trainer")
 REGISTRY.add(TrainerConfig, DPOTrainerConfig, "jaxft.components.dpo:dpo_trainer")

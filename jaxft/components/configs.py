@@ -316,6 +316,24 @@ class GRPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="grpo_trajectory
     )
 
 
+class LoggedTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="logged_trajectory_builder"):
+    """Rows of the data set as trajectories: logged conversations or preferences, for sft, dpo and offline losses."""
+
+    needs_reward = False
+
+    llm: LLMRef = Field(description="Policy that is trained, whose chat template writes the rows.")
+    trained: Literal["answers", "last_answer"] = Field(
+        default="answers",
+        description="Messages that are trained. answers: all of the assistant, but those with a weight of 0. "
+        "last_answer: the last one.",
+    )
+    long_rows: Literal["error", "drop", "truncate"] = Field(
+        default="error",
+        description="Rows longer than the context. error: they are refused. drop: they are left out, and counted. "
+        "truncate: their ends are cut off.",
+    )
+
+
 class EarlyStopConfig(ConfigModel):
     """Early stopping of a run by its mean reward: the validation reward, or without validation the training reward."""
 

@@ -229,7 +229,7 @@ class GRPOTrainer(LoggedTrainer):
         self.log.rewards(epoch, metrics)
 
         await self._schedule.begin(epoch)
-        if not chosen_rewards:
+        if not chosen_rewards and not collection.metrics.get("logged_rows"):
             lacks_signal = any(rewards)
             why = (
                 "no group's rewards differ by min_reward_diff" if lacks_signal else "no trajectory has a usable reward"

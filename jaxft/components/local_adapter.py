@@ -241,6 +241,18 @@ class LocalTrainerAdapter(TrainerAdapter):
         job.task = asyncio.create_task(self._run(job, given), name=f"job {run_id}")
         return TrainingJobRef(run_id=run_id, backend=BACKEND, metadata={"job_id": run_id})
 
+    async def measure(self, trajectories: TrajectoryCollection) -> dict[str, float]:
+        """Return the loss of logged trajectories under the present weights, without an update; see `Learner.measure`.
+
+        Nothing is returned for policy losses, whose value says nothing.
+        """
+        loss = self.adapter_config.loss
+        if loss.is_policy_loss:
+            return {}
+        data, _ = gather(trajectories, loss, self.adapter_config.llm, self.policy.template, self._unusable)
+        with self._memory_errors():
+            return await self.policy.read(lambda params: self.learner.measure(data.rows, params, self.policy.pause))
+
     async def _run(self, job: Job, given: JobInput) -> None:
         started, run_id = time.perf_counter(), job.status.run_id
         files: list[str] = []

@@ -94,6 +94,8 @@ class RunLog:
             self._loggers.metrics(epoch, metrics, timings)
         self._columns |= {name for name in COLUMNS if shown.get(name) is not None}
         columns = {word: shown.get(name) for name, word in COLUMNS.items() if name in self._columns}
+        if "reward_mean" not in self._columns and "loss" in shown:  # of logged rows without rewards
+            columns = {"loss": shown["loss"], **columns}
         for name, (word, least) in SHOWN_FROM.items():
             if name in shown and shown[name] >= least:
                 columns[word] = shown[name]
@@ -129,6 +131,9 @@ class RunLog:
         result = f"reward {reward:.4g}, {row['num_examples']} episodes" if reward is not None else "failed"
         at_k = {name.partition("@")[0]: name for name in row if name.startswith(("pass@", "maj@"))}  # the largest k
         result += "".join(f", {name} {row[name]:.4g}" for name in at_k.values())
+        if "loss" in row:
+            measured = ", ".join(f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row)
+            result = f"{measured}, {row['num_examples']} rows" if reward is None else f"{result}; {measured}"
         lost = f"; {failed} episodes failed, the first: {row['first_error']}" if failed else ""
         if row["num_unscorable"]:
             lost += f"; {row['num_unscorable']} rewards were not usable"

@@ -35,7 +35,8 @@ from jaxft.redaction import map_texts
 from jaxft.runs.files import CONFIG_FILE, PLOT_FILE
 from jaxft.runs.records import RunRecords, read_run
 
-DEFAULTS = Path(__file__).with_suffix(".yml")
+DEFAULTS, LOGGED = (Path(__file__).with_name(name) for name in ("train.yml", "logged.yml"))
+"""The runs of `train`, and of `sft` and `dpo`, before their arguments."""
 CONTEXT = "llms.policy.max_context_tokens"
 MOST_SLOTS = 128
 """Completions that are decoded at the same time."""
@@ -143,12 +144,38 @@ def train(
     mapping["trainers"]["loop"] |= {"on_trajectories": on_trajectories, "on_epoch_end": on_epoch_end}
     if lora is not None:
         mapping["llms"]["policy"]["lora"] = dict(lora) if isinstance(lora, Mapping) else {"rank": lora}
+    return run_folder(
+        mapping,
+        fields | dict(overrides or {}),
+        output_dir,
+        resume=resume,
+        context=lambda config: context_tokens(config, examples, max_completion_length),
+    )
+
+
+def run_folder(
+    mapping: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    output_dir: str | Path | None,
+    *,
+    resume: bool,
+    context: Callable[[Config], int],
+) -> "TrainResult":
+    """Run a configuration in a folder, a new one for None, which stays only if something has begun in it.
+
+    Args:
+        mapping: the configuration.
+        fields: values by their paths, which replace those of the configuration.
+        output_dir: the run directory; None for the next of `RUNS`.
+        resume: True to continue the run there.
+        context: returns the tokens of the context, unless `fields` has them.
+    """
     folder = new_folder() if output_dir is None else home_path(output_dir)
     try:
-        fields |= {"finetuning.output_dir": str(folder), **(overrides or {})}
+        fields = {"finetuning.output_dir": str(folder), **fields}
         config = configured(mapping, fields)
         if CONTEXT not in fields:
-            config = configured(mapping, {CONTEXT: context_tokens(config, examples, max_completion_length), **fields})
+            config = configured(mapping, {CONTEXT: context(config), **fields})
         return run_to_result(lambda: run(config, resume=resume))
     except BaseException:
         if output_dir is None and not (folder / CONFIG_FILE).exists():

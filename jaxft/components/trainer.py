@@ -9,6 +9,7 @@ from typing import Any
 from jaxft.components.configs import LoggedTrainerConfig
 from jaxft.components.health import Health
 from jaxft.components.local_adapter import LocalTrainerAdapter
+from jaxft.components.logged_builder import LoggedTrajectoryBuilder
 from jaxft.components.run_log import RunLog
 from jaxft.errors import (
     ComponentError,
@@ -27,6 +28,13 @@ from jaxft.harness.functions import Function
 from jaxft.harness.opening import freeze_heap
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+
+
+def no_rewards(epoch: int, num_examples: int) -> dict[str, Any]:
+    """Return the row of a validation without episodes."""
+    row = dict.fromkeys(("avg_reward", "min_reward", "max_reward", "first_error"))
+    counts = {"num_examples": num_examples, "num_failed": 0, "num_unscorable": 0}
+    return {"epoch": epoch, "dataset_type": "validation", **row, **counts}
 
 
 class LoggedTrainer(Trainer):
@@ -87,10 +95,13 @@ class LoggedTrainer(Trainer):
         if not await self.begins(f"validation {self.epoch}"):
             return None
         await self.prepare_validation()
-        with self.collecting():
-            row = await self.validate_if_due(self.epoch, num_epochs)
-        if row is None:
-            return None
+        row = no_rewards(self.epoch, len(validation.examples))
+        if self.reward is not None:
+            with self.collecting():
+                row = await self.validate_if_due(self.epoch, num_epochs) or row
+        builder, adapter = self.trajectory_builder, self.trainer_adapter
+        if isinstance(builder, LoggedTrajectoryBuilder) and isinstance(adapter, LocalTrainerAdapter):
+            row |= await adapter.measure(builder.held_out(f"validation_{self.epoch:05d}"))
         self._validated_epoch = self.epoch
         self.log.validation(row)
         return row["avg_reward"]

@@ -119,6 +119,22 @@ def batch_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
     return xp.where(groups.has_signal, groups.centred / xp.where(groups.has_signal, std + eps, 1.0), 0.0)
 
 
+def exponential_advantages(rewards: Rewards, group_ids: GroupIds, *, temperature: float = 1.0) -> Advantages:
+    """`e^(R / temperature)`, divided by its mean over the batch: the weights of reward-weighted regression.
+
+    With the loss `reinforce` a job imitates trajectories by these weights, the better ones more (Peters & Schaal 2007;
+    arXiv 1910.00177 with the reward in the place of the advantage). Groups do not matter.
+
+    >>> print(exponential_advantages([0.0, 0.6931472, float("nan")], [0, 1, 2]).round(3))  # 1 and 2, mean 3/2
+    [0.667 1.333 0.   ]
+    """
+    groups = _groups(rewards, group_ids)
+    xp, scorable = groups.xp, groups.scorable
+    highest = xp.where(scorable, groups.values, -xp.inf).max(initial=-xp.inf)
+    weights = xp.where(scorable, xp.exp(xp.where(scorable, groups.values - highest, 0.0) / temperature), 0.0)
+    return weights * xp.maximum(scorable.sum(), 1) / xp.maximum(weights.sum(), 1e-30)
+
+
 @runtime_checkable
 class Estimator(Protocol):
     """An advantage estimator: one of the four above, or a function of your own in their place.

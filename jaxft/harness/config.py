@@ -210,6 +210,10 @@ class Config(ModelsConfig):
 
     @model_validator(mode="after")
     def _components_fit_together(self) -> "Config":
+        builder = self.trajectory_builders.get(self.finetuning.trajectory_builder or "")
+        is_judged = self.finetuning.reward_function is not None or not self.finetuning.enabled
+        if builder is not None and builder.needs_reward and not is_judged:
+            raise_faults([("finetuning", "enabled, but without reward_function")])
         both = (self.llms, self.trainer_adapters)
         raise_faults(fault for each in both for name, part in each.items() for fault in part.faults(name, self))
         return self

@@ -381,7 +381,7 @@ class FinetuneConfig(ConfigModel):
 
     @model_validator(mode="after")
     def _enabled_needs_its_parts(self) -> "FinetuneConfig":
-        parts = ("trainer", "trajectory_builder", "trainer_adapter", "reward_function")
+        parts = ("trainer", "trajectory_builder", "trainer_adapter")
         missing = [name for name in parts if dict(self)[name] is None]
         if self.enabled and missing:
             raise config_error(f"enabled, but without {', '.join(missing)}")

@@ -116,7 +116,13 @@ class RewardedConfig(ComponentConfig):
 
 
 class TrajectoryBuilderConfig(RewardedConfig):
-    """A `TrajectoryBuilder`."""
+    """A `TrajectoryBuilder`.
+
+    Attributes:
+        needs_reward: False for one whose trajectories need no `finetuning.reward_function`.
+    """
+
+    needs_reward: ClassVar[bool] = True
 
 
 class TrainerAdapterConfig(RewardedConfig):

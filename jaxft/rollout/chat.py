@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -312,8 +312,21 @@ class ChatTemplate:
         rest = marked[start:] if call.token_ids[-1] not in self.stop_ids else marked[start + len(stop_text) :]
         return rest if text.endswith(rest) else None
 
-    def conversation(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[list[int], list[bool]]:
+    def completion(self, prompt: str, text: str) -> tuple[list[int], list[bool]]:
+        """Return a text that continues a prompt as ids with the end token, and a mask: True on text and end token."""
+        context = list(self.text_ids(prompt))
+        answer = [*self._encode_after(context, self._mark(text)), self.tokenizer.eos_token_id]
+        return context + answer, [False] * len(context) + [bool(context) or place > 0 for place in range(len(answer))]
+
+    def conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), trained: Collection[int] | None = None
+    ) -> tuple[list[int], list[bool]]:
         """Return a conversation as ids for supervised finetuning, and a mask: True on answers and their end tokens.
+
+        Args:
+            messages: the conversation.
+            tools: functions that its answers may call.
+            trained: indices of the answers on which the mask is True; None for all.
 
         Raises:
             ValueError: the conversation begins with the assistant, does not end with it, holds something else than
@@ -322,6 +335,11 @@ class ChatTemplate:
         given = canonical_messages(messages)
         if given[0]["role"] == "assistant" or given[-1]["role"] != "assistant":
             raise ValueError("a conversation to be learned must end with a message of the assistant, and not begin so")
+        answers = {turn for turn, message in enumerate(given) if message["role"] == "assistant"}
+        if trained is None or answers <= set(trained):
+            marked = self._marked_conversation(given, tools)
+            if marked is not None:
+                return marked
         ids: list[int] = []
         mask: list[bool] = []
         rendered = ""
@@ -348,9 +366,26 @@ class ChatTemplate:
             ids += context_ids
             answer_ids = self._encode_after(ids, answer)
             ids += answer_ids
-            mask += [False] * len(context_ids) + [True] * len(answer_ids)
+            mask += [False] * len(context_ids) + [trained is None or turn in trained] * len(answer_ids)
             rendered = asked + answer
         return ids, mask
+
+    def _marked_conversation(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[list[int], list[bool]] | None:
+        """Return a conversation as `conversation` does, by the template's own `generation` blocks.
+
+        Returns:
+            None for a template without them, or for texts that hold control tokens, which would become such.
+        """
+        template = self.tokenizer.get_chat_template(tools=list(tools) or None)
+        is_plain = [self._mark_controls(each) for each in messages] == list(messages)
+        if not re.search(r"{%-?\s*generation\b", template) or not is_plain:
+            return None
+        found = self.tokenizer.apply_chat_template(
+            list(messages), tools=list(tools) or None, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return list(found["input_ids"]), [bool(each) for each in found["assistant_masks"]]
 
     def _rendered_answer(self, text: str, asked: str, turn: int) -> str:
         """Return the last message of a rendered conversation, up to its end token; it is message `turn`."""

@@ -41,6 +41,7 @@ class TokenSequence(BaseModel):
         llm: name of the language model that sampled; None if unknown.
         supports: tokens that each token could be drawn from (`encode_support`), empty for the whole vocabulary, or if
             that holds for the whole row. In JSON each support is written once.
+        is_logged: True for text of a log, of which no log-probabilities are known. In JSON only if True.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -56,11 +57,14 @@ class TokenSequence(BaseModel):
     episode_truncated: bool = False
     llm: str | None = None
     supports: list[str] = []
+    is_logged: bool = False
 
     @model_serializer(mode="wrap")
     def _shorten(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Leave out supports that are empty, and in JSON write each of them once, with its index for each token."""
+        """Leave out what is not set; in JSON write each support once, with its index for each token."""
         written: dict[str, Any] = dump(self)
+        if not self.is_logged:
+            written.pop("is_logged", None)
         if not self.supports:
             written.pop("supports", None)
         elif info.mode == "json":

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxft.core.logprobs import init_value_head
+from jaxft.core.losses import preference_loss
 from jaxft.core.packing import unpack
 from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
 from jaxft.core.sharding import commit_like, compute_devices
@@ -196,6 +197,8 @@ class Learner:
         planner, metrics = self._planner(), dict[str, float]()
         loss, scorers = self.loss, self._scorers(params, pause)
         laid_out = make_batch(rows, planner, has_supports=loss.is_policy_loss)
+        if credit is not None and any(row.sequence.is_logged for row in rows):
+            laid_out = with_own_logprobs(laid_out, pausing(self._policy_scorer(params), pause))
         job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
         if credit is not None:
             job, metrics = compute_advantages(job, credit, loss)
@@ -230,6 +233,28 @@ class Learner:
             self._follow(params)
         metrics |= {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates, "learning_rate": rate}
         return params, metrics
+
+    def measure(self, rows: list[Row], params: Params, pause: Pause = no_pause) -> dict[str, float]:
+        """Return metrics of rows for sft, or of pairs for dpo, without an update: `loss`, and `accuracy` of pairs."""
+        self._prepare(params)
+        _, reference, _ = self._scorers(params, pause)
+        policy = pausing(self._policy_scorer(params), pause)
+        job = with_scores(make_batch(rows, self._planner()), self.loss, policy, reference, None)
+        mask = np.asarray(job.batch.completion_mask)[job.tokens]
+        owners = job.places[0][mask]
+
+        def sums(table: Any) -> np.ndarray:
+            return np.bincount(owners, np.asarray(table, np.float64)[job.tokens][mask], minlength=len(rows))
+
+        logprobs, lengths = sums(job.batch.old_logprobs), np.bincount(owners, minlength=len(rows))
+        if self.loss.name != "dpo":
+            return {"loss": float(-logprobs.sum() / lengths.sum())}
+        scale = lengths if self.loss.preference.length_normalized else 1
+        per_answer = [sums(table) / scale for table in (job.batch.old_logprobs, job.batch.ref_logprobs)]
+        halves = [jnp.asarray(each[half::2], jnp.float32) for each in per_answer for half in (0, 1)]
+        beta = 0.1 if self.loss.beta is None else self.loss.beta
+        found = preference_loss(*halves, beta=beta, kind=self.loss.preference.kind)
+        return {"loss": float(found.losses.mean()), "accuracy": float((found.margins > 0).mean())}
 
     def _score_kept(
         self,
@@ -381,12 +406,15 @@ class Learner:
         policy, teacher = None, self._teacher_scorer()
         teacher = None if teacher is None else pausing(teacher, pause)
         if self._needs_old:
-            policy = pausing(partial(self._scored, params, value_head=self.value_head), pause)
+            policy = pausing(self._policy_scorer(params), pause)
         if not self.loss.needs_reference:
             return policy, None, teacher
         assert self.reference is not None
         reference = partial(self._scored, self.reference.whole(params), value_head=None)
         return policy, pausing(reference, pause), teacher
+
+    def _policy_scorer(self, params: Params) -> Scorer:
+        return partial(self._scored, params, value_head=self.value_head)
 
     def _teacher_scorer(self) -> Scorer | None:
         """Return the scorer of a distillation by sampled tokens."""
@@ -412,6 +440,12 @@ def pausing(score: Scorer, pause: Pause) -> Scorer:
         return scores
 
     return scored
+
+
+def with_own_logprobs(job: TrainingBatch, score: Scorer) -> TrainingBatch:
+    """Return a job of logged rows, whose recorded log-probabilities are unknown, with those of the policy instead."""
+    logprobs = score_tokens(job, score).logprobs
+    return job._replace(batch=job.batch._replace(sampler_logprobs=logprobs, behavior_logprobs=logprobs))
 
 
 @jax.jit

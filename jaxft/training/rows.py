@@ -149,6 +149,8 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         "trained_tokens": trained_tokens,
         "truncated_fraction": truncated / len(sequences),
     }
+    if any(row.sequence.is_logged for row in rows):
+        return JobRows(rows, groups, metrics, NOTHING_SAMPLED)
     masks = [np.array(row.sequence.completion_mask) for row in rows]
     log_mass = np.concatenate(
         [(np.array(s.sampler_logprobs) - s.behavior_logprobs)[mask] for (s, _), mask in zip(rows, masks, strict=True)]

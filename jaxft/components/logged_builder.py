@@ -1,0 +1,206 @@
+"""The trajectory builder of logged data: rows of the data set are the trajectories, and no episode runs.
+
+Each collection has the rows that the trainer asks for. Rows with rewards and the same prompt are one group, so that
+offline losses can compare them; the others are groups of one.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jaxft.components.configs import LoggedTrajectoryBuilderConfig
+from jaxft.errors import ComponentError, DatasetError
+from jaxft.harness.contracts import TrajectoryBuilder
+from jaxft.harness.data_models import (
+    DPOItem,
+    EpisodeItem,
+    EpisodeItemRole,
+    EvalInputItem,
+    OpenAIMessage,
+    Trajectory,
+    TrajectoryCollection,
+)
+from jaxft.harness.evaluation import Evaluation, Validation
+from jaxft.rollout.chat import ChatTemplate
+from jaxft.rollout.client import ChatClient
+from jaxft.rollout.messages import readable_text
+from jaxft.rollout.sequences import TokenSequence
+from jaxft.training.logged import Conversation, Logged, logged_sequences, read_logged
+
+ROLES = {role.value: role for role in EpisodeItemRole}
+LISTED = 5
+"""Rows that a message names."""
+
+
+class LoggedTrajectoryBuilder(TrajectoryBuilder):
+    """Gives the rows of the data set as trajectories.
+
+    Attributes:
+        groups: trajectories by the id of the example they are of.
+        dropped: number of rows that were left out as too long.
+    """
+
+    trajectory_builder_config: LoggedTrajectoryBuilderConfig
+
+    def __init__(self, config: LoggedTrajectoryBuilderConfig, template: ChatTemplate, max_tokens: int) -> None:
+        """Read no rows yet; rows of more than `max_tokens` tokens are those that `long_rows` is about."""
+        super().__init__(config)
+        self.groups: dict[str, list[Trajectory]] = {}
+        self.dropped = 0
+        self._template, self._max_tokens = template, max_tokens
+        self._held_out: list[list[Trajectory]] = []
+        self._asked: dict[str, tuple[list[str], float]] = {}
+
+    async def bind_evaluation(self, evaluation: Evaluation, examples: list[EvalInputItem]) -> None:
+        """Store the evaluation, and tokenise the rows, which become groups.
+
+        Raises:
+            DatasetError: rows are of no form, are longer than the context, or cannot be written by the chat template.
+        """
+        self.groups = await asyncio.to_thread(self._read, examples)
+        by_id = {item.id: item for item in examples}
+        await super().bind_evaluation(evaluation, [by_id[example_id] for example_id in self.groups])
+
+    async def bind_validation(self, validation: Validation) -> None:
+        """Store the validation set, and tokenise its rows."""
+        self._held_out = list((await asyncio.to_thread(self._read, validation.examples)).values())
+        await super().bind_validation(validation)
+
+    def held_out(self, run_id: str) -> TrajectoryCollection:
+        """Return the rows of the validation set."""
+        return TrajectoryCollection(trajectories=self._held_out, run_id=run_id)
+
+    def _read(self, examples: Sequence[EvalInputItem]) -> dict[str, list[Trajectory]]:
+        groups: dict[str, list[Trajectory]] = {}
+        owners: dict[str, str] = {}
+        faults, kinds = list[str](), set[bool]()
+        template, config = self._template.of_thread, self.trajectory_builder_config
+        for item in examples:
+            try:
+                row = read_logged(item.full_dataset_entry)
+                sequences = logged_sequences(row, template, only_last=config.trained == "last_answer")
+                sequences = [self._fitted(each) for each in sequences]
+            except _TooLong:
+                self.dropped += 1
+                continue
+            except ValueError as error:
+                faults.append(f"row '{item.id}' {error}" if len(faults) < LISTED else "")
+                continue
+            kinds.add(row.is_pair)
+            group = item.id if row.reward is None else owners.setdefault(_prompt_key(row), item.id)
+            members = groups.setdefault(group, [])
+            members.append(_trajectory(group, len(members), row, sequences))
+        if faults:
+            more = f"; {len(faults) - LISTED} rows more have faults" if len(faults) > LISTED else ""
+            raise DatasetError(f"logged rows: {'; '.join(filter(None, faults))}{more}")
+        if len(kinds) == 2:
+            raise DatasetError("logged rows: some are preferences and some are not: give them in two runs")
+        if not groups:
+            raise DatasetError(f"logged rows: all {self.dropped} are longer than {self._max_tokens} tokens")
+        return groups
+
+    def _fitted(self, sequence: TokenSequence) -> TokenSequence:
+        """Return a sequence that fits the context, as `long_rows` says."""
+        length, policy = len(sequence.tokens), self.trajectory_builder_config.long_rows
+        if length <= self._max_tokens:
+            return sequence
+        if policy == "drop":
+            raise _TooLong
+        if policy == "error":
+            raise ValueError(
+                f"has {length} tokens, and the context {self._max_tokens}: raise max_context_tokens, or set long_rows "
+                "to drop or truncate"
+            )
+        cut = {name: values[: self._max_tokens] for name, values in sequence if isinstance(values, list)}
+        if not any(cut["completion_mask"]):
+            raise _TooLong
+        return sequence.model_copy(update=cut | {"truncated": True})
+
+    async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
+        """Remember the rows that are asked for: `example_ids` of `meta`, or all."""
+        if run_id in self._asked:
+            raise ValueError(f"run '{run_id}' is already in progress; finalize it or choose another id")
+        self._asked[run_id] = list((meta or {}).get("example_ids", self.groups)), time.perf_counter()
+
+    async def finalize(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
+        """Return the rows that `start_run` was asked for, a group per example."""
+        ids, started = self._asked.pop(run_id)
+        groups = [self.groups[example_id] for example_id in ids]
+        rows = [sequence for group in groups for each in group for sequence in each.sequences or ()]
+        metrics = {
+            "logged_rows": sum(map(len, groups)),
+            "dropped_rows": self.dropped,
+            "truncated_rows": sum(row.truncated for row in rows),
+            "row_tokens_mean": sum(len(row.tokens) for row in rows) / len(rows),
+            "row_tokens_max": max(len(row.tokens) for row in rows),
+        }
+        timings = {"seconds_rollout": time.perf_counter() - started}
+        return TrajectoryCollection(trajectories=groups, run_id=run_id, metrics=metrics, timings=timings)
+
+    def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
+        """Do nothing: the trainer logs the metrics."""
+
+
+class _TooLong(Exception):
+    """A row that is left out."""
+
+
+def _prompt_key(row: Logged) -> str:
+    """Return what rows of one group have in common: all before the first answer."""
+    (given,) = row.conversations
+    messages = given.prompt or given.answer
+    if isinstance(messages, list):
+        roles = [each["role"] for each in messages]
+        messages = messages[: roles.index("assistant")] if "assistant" in roles else messages
+    return json.dumps(messages, sort_keys=True)
+
+
+def _trajectory(example_id: str, generation: int, row: Logged, sequences: list[TokenSequence]) -> Trajectory:
+    episode: list[Any]
+    if row.is_pair:
+        chosen, rejected = row.conversations
+        prompt = (
+            chosen.prompt
+            if isinstance(chosen.prompt, str)
+            else [OpenAIMessage(role=each["role"], content=readable_text(each)) for each in chosen.prompt]
+        )
+        episode = [DPOItem(prompt=prompt, chosen_response=_text(chosen), rejected_response=_text(rejected))]
+    else:
+        (given,) = row.conversations
+        episode = _items(given)
+    return Trajectory(
+        episode=episode,
+        reward=row.reward,  # type: ignore[arg-type]  # None: not scorable
+        example_id=example_id,
+        generation=generation,
+        sequences=sequences,
+    )
+
+
+def _items(given: Conversation) -> list[EpisodeItem]:
+    asked = [{"role": "user", "content": given.prompt}] if isinstance(given.prompt, str) else given.prompt
+    said = [{"role": "assistant", "content": given.answer}] if isinstance(given.answer, str) else given.answer
+    return [
+        EpisodeItem(
+            role=ROLES.get(each["role"], EpisodeItemRole.USER),
+            content=readable_text(each),
+            logprobs=[] if each["role"] == "assistant" else None,
+        )
+        for each in (*asked, *said)
+    ]
+
+
+def _text(given: Conversation) -> str:
+    return given.answer if isinstance(given.answer, str) else "\n".join(map(readable_text, given.answer))
+
+
+async def logged_trajectory_builder(
+    config: LoggedTrajectoryBuilderConfig, builder: Any
+) -> AsyncIterator[LoggedTrajectoryBuilder]:
+    """Yield the builder, with the chat template of the policy that is trained."""
+    llm = await builder.get_llm(config.llm)
+    if not isinstance(llm, ChatClient):
+        raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; wanted a local_policy, which is trained")
+    yield LoggedTrajectoryBuilder(config, llm.policy.template, llm.policy.engine.max_context_tokens)

@@ -1,0 +1,127 @@
+"""Runs on logged rows: losses, validation, resume, groups by rewards, and what a builder refuses."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jaxft
+from jaxft.cli import main
+from jaxft.components.configs import LoggedTrajectoryBuilderConfig
+from jaxft.components.logged_builder import LoggedTrajectoryBuilder
+from jaxft.errors import ConfigError, DatasetError
+from jaxft.harness.config import load_config
+from jaxft.rollout.chat import ChatTemplate
+from jaxft.rollout.tokenizer import load_tokenizer
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i) * 3}]} for i in range(8)
+]
+PAIRS = [{"prompt": f"{i}?", "chosen": str(i) * 3, "rejected": "no"} for i in range(8)]
+EACH = {"eval.validation.interval": 1}
+
+
+def make_builder(rows, max_tokens=64, **fields):
+    """Return a builder with rows."""
+    tokenizer = load_tokenizer()
+    template = ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
+    made = LoggedTrajectoryBuilder(LoggedTrajectoryBuilderConfig(llm="policy", **fields), template, max_tokens)
+    items = [jaxft.EvalInputItem(id=str(index), full_dataset_entry=row) for index, row in enumerate(rows)]
+    asyncio.run(made.bind_evaluation(None, items))
+    return made
+
+
+def collect(builder, ids=None):
+    """Return the collection of these examples."""
+
+    async def collected():
+        await builder.start_run("run", {} if ids is None else {"example_ids": ids})
+        return await builder.finalize("run")
+
+    return asyncio.run(collected())
+
+
+@pytest.fixture(scope="module")
+def imitated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sft") / "run"
+    return jaxft.sft(
+        "qwen3-50k", ROWS, validation=ROWS[:2], num_updates=4, rows_per_update=4, output_dir=folder, overrides=EACH
+    )
+
+
+def test_supervised_training_lowers_the_loss_of_rows_and_of_held_out_rows(imitated):
+    losses = [row["loss"] for row in imitated.history]
+    validated = json.loads((imitated.output_dir / "validation_history.json").read_text())
+    assert losses[-1] < losses[0] and validated[-1]["loss"] < validated[0]["loss"]
+    assert [row["logged_rows"] for row in imitated.history] == [4] * 4
+    assert abs(validated[0]["loss"] - losses[0]) < 0.2  # one model, of random weights
+    assert imitated.rewards == [None] * 4
+
+
+@pytest.mark.slow
+def test_a_run_on_logs_goes_on_where_it_stopped(imitated, tmp_path):
+    options = {"validation": ROWS[:2], "rows_per_update": 4, "output_dir": tmp_path / "run", "overrides": EACH}
+    jaxft.sft("qwen3-50k", ROWS, num_updates=2, **options)
+    again = jaxft.sft("qwen3-50k", ROWS, num_updates=4, resume=True, **options)
+    names = ("training_metrics.jsonl",)
+    assert all((again.output_dir / n).read_bytes() == (imitated.output_dir / n).read_bytes() for n in names)
+
+
+def test_preferences_are_learned_and_measured(tmp_path):
+    result = jaxft.dpo(
+        "qwen3-50k", PAIRS, validation=PAIRS[:4], num_updates=3, rows_per_update=8, output_dir=tmp_path / "run"
+    )
+    assert abs(result.history[0]["loss"] - np.log(2)) < 1e-5 and result.history[-1]["preference_accuracy"] == 1.0
+    first, last = json.loads((result.output_dir / "validation_history.json").read_text())
+    assert abs(first["loss"] - np.log(2)) < 1e-5 and (last["loss"] < first["loss"], last["accuracy"]) == (True, 1.0)
+
+
+def test_rows_with_rewards_and_one_prompt_are_a_group():
+    rows = [{"prompt": f"{i // 2}?", "completion": str(i), "reward": i} for i in range(4)]
+    collection = collect(make_builder(rows))
+    assert [[each.reward for each in group] for group in collection.trajectories] == [[0.0, 1.0], [2.0, 3.0]]
+    assert [[each.generation for each in group] for group in collection.trajectories] == [[0, 1], [0, 1]]
+    assert [len(group) for group in collect(make_builder(ROWS), ["3", "1"]).trajectories] == [1, 1]
+
+
+def test_long_rows_are_refused_dropped_or_cut():
+    rows = [*ROWS[:2], {"text": "x" * 99}]
+    with pytest.raises(DatasetError, match="row '2' has 100 tokens, and the context 64: raise max_context_tokens"):
+        make_builder(rows)
+    dropped, cut = (collect(make_builder(rows, long_rows=each)).metrics for each in ("drop", "truncate"))
+    assert (dropped["logged_rows"], dropped["dropped_rows"], dropped["truncated_rows"]) == (2, 1, 0)
+    assert (cut["logged_rows"], cut["dropped_rows"], cut["row_tokens_max"], cut["truncated_rows"]) == (3, 0, 64, 1)
+
+
+def test_faulty_rows_are_named_five_at_once():
+    with pytest.raises(DatasetError, match=r"row '0' has the columns a.*row '4' .*; 2 rows more have faults"):
+        make_builder([{"a": 1}] * 7)
+    with pytest.raises(DatasetError, match="some are preferences and some are not"):
+        make_builder([ROWS[0], PAIRS[0]])
+    for given, message in (("abc", r"rows\[0\] is 'a'"), ([], "wanted a list"), (ROWS[0], "wanted a dictionary|list")):
+        with pytest.raises(DatasetError, match=message):
+            jaxft.sft("qwen3-50k", given)
+
+
+@pytest.mark.parametrize("row, loss", [(ROWS[0], "sft"), (PAIRS[0], "dpo")])
+def test_init_writes_a_run_for_a_file_of_logs(row, loss, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("logs.jsonl").write_text(json.dumps(row) + "\n")
+    assert main(["init", "--from", "logs.jsonl", "from_logs"]) == 0
+    config = load_config("from_logs/run.yml")
+    assert config.trainer_adapters["local"].loss.name == loss
+    assert config.eval.general.dataset.file_path == tmp_path / "logs.jsonl"
+    assert main(["init", "--from", "logs.jsonl", "from_logs"]) == 2 and "run.yml already" in capsys.readouterr().err
+    Path("logs.jsonl").write_text('{"a": 1}\n')
+    assert main(["init", "--from", "logs.jsonl", "other"]) == 2
+    assert "logs.jsonl:1: has the columns a, of no form" in capsys.readouterr().err
+
+
+def test_only_builders_of_episodes_need_a_reward(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("logs.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    assert main(["init", "--from", "logs.jsonl", "from_logs"]) == 0
+    with pytest.raises(ConfigError, match="finetuning: enabled, but without reward_function"):
+        load_config("from_logs/run.yml", [("trajectory_builders.rows", "{_type: grpo_trajectory_builder}")])
