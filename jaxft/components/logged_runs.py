@@ -210,9 +210,7 @@ def write_logged_run(logs: Path, folder: Path) -> Path:
     except ValueError as error:
         raise ConfigError([str(error)]) from None
     if kind not in READERS:
-        raise ConfigError(
-            [f"{logs}: `jaxft init` looks into jsonl, json and csv only"]
-        )
+        raise ConfigError([f"{logs}: `jaxft init` looks into jsonl, json and csv only"])
     if (target := folder / "run.yml").exists():
         raise ConfigError([f"{folder}: has run.yml already, and nothing is overwritten: take another name"])
     first = next(READERS[kind](logs), None)

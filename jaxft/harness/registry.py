@@ -44,10 +44,12 @@ class ComponentConfig(ConfigModel):
     def _with_type(self, serialize: Any) -> dict[str, Any]:
         return {"_type": self.type_name, **serialize(self)}
 
+
+class CheckedConfig(ComponentConfig):
+    """A component that is checked beside the others of a configuration."""
+
     def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
         """Return path and message of each fault of this component beside the others of a configuration.
-
-        Asked of language models and trainer adapters.
 
         Args:
             name: its name in the configuration.
@@ -56,7 +58,7 @@ class ComponentConfig(ConfigModel):
         return []
 
 
-class LLMConfig(ComponentConfig):
+class LLMConfig(CheckedConfig):
     """A language model.
 
     Attributes:
@@ -125,7 +127,7 @@ class TrajectoryBuilderConfig(RewardedConfig):
     needs_reward: ClassVar[bool] = True
 
 
-class TrainerAdapterConfig(RewardedConfig):
+class TrainerAdapterConfig(CheckedConfig, RewardedConfig):  # whose settings are not frozen
     """A `TrainerAdapter`."""
 
 
