@@ -11,7 +11,7 @@ from importlib import metadata
 
 from jaxft.errors import ConfigError, HostsError
 from jaxft.files import home_path
-from jaxft.harness.commands import dry_run, evaluate, finetune, resume
+from jaxft.harness.commands import dry_run, finetune, resume
 from jaxft.harness.config_help import help_text
 from jaxft.harness.new_agent import write_agent
 from jaxft.harness.runtime import (
@@ -74,7 +74,7 @@ def make_parser(verbs: dict[str, Verb] | None = None) -> Parser:
         one = added.add_parser(name, help=verb.help)
         one.reads_configuration = verb.reads_configuration
         if verb.reads_configuration:
-            run_arguments(verb.description, parser=one)
+            run_arguments(verb.description, parser=one, run_help=verb.run_help)
         one.description, one.formatter_class = verb.description, argparse.RawDescriptionHelpFormatter
         verb.add_arguments(one)
     return parser
@@ -119,10 +119,12 @@ def _eval_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--num-generations", type=whole_number, default=1, help="episodes per example (default %(default)s)"
     )
-
-
-def _eval(parsed: argparse.Namespace, given: Given) -> int:
-    return run_parsed(evaluate, parsed, [sys.argv[0], "eval", *given])
+    parser.add_argument(
+        "--against",
+        metavar="MODEL",
+        help="compare with this model: a run directory, a model's folder or its hub id; 'base': the one of the "
+        "configuration, which a run begins with",
+    )
 
 
 def _init_arguments(parser: Parser) -> None:
@@ -237,11 +239,15 @@ that trains on logged conversations or preferences, in the form that the first r
     ),
     "eval": Verb(
         help="run the agent over a dataset and score it",
-        description="Runs the agent over the dataset, greedily by default, and shows the average of every evaluator. "
-        "Trains nothing.",
+        description="""Runs the agent over the dataset, greedily by default, and shows the average of every evaluator.
+
+Of a run directory it takes the configuration, the trained model and, unless a dataset is given, that of its validation.
+With --against both models have the same examples and seeds, and the difference of their rewards has an interval.
+Trains nothing.""",
         add_arguments=_eval_arguments,
-        run=_eval,
+        run="jaxft.components.model_source:run_eval",
         reads_configuration=True,
+        run_help="a run directory, whose configuration and trained model are evaluated",
     ),
     "serve": Verb(
         help="serve language models at an address",

@@ -1,6 +1,8 @@
-"""Finds the model that `jaxft chat` and `jaxft serve` are given: that of a run, of a folder, or of the hub."""
+"""Finds the model that `jaxft chat`, `serve` and `eval` are given: that of a run, of a folder, or of the hub."""
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,19 +12,23 @@ from pydantic import ValidationError
 from jaxft.components.configs import LocalPolicyConfig
 from jaxft.components.local_policy import resolve_dtypes
 from jaxft.core.sharding import compute_platform
-from jaxft.errors import ConfigError
-from jaxft.files import MANIFEST
-from jaxft.harness.commands import serve
-from jaxft.harness.config import load_models
-from jaxft.harness.config_merge import ConfigErrors, expanded, read_layers
-from jaxft.harness.runtime import run_main
+from jaxft.errors import ConfigError, did_you_mean
+from jaxft.files import MANIFEST, home_path
+from jaxft.harness.commands import check_secrets, evaluate, serve
+from jaxft.harness.config import Config, load_models
+from jaxft.harness.config_merge import ConfigErrors, expanded, literal, read_layers
+from jaxft.harness.runtime import command_line_config, run_main, run_parsed
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import base_place
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import saved_ignored_keys
+from jaxft.redaction import map_texts
 from jaxft.runs.files import CONFIG_FILE
+
+BASE = "base"
+"""Value of `jaxft eval --against` for the model of the configuration: that of a run before it is trained."""
 
 CONTEXT_TOKENS = 4096
 """Default context of a model without a run."""
@@ -37,6 +43,41 @@ def run_serve(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         await serve(load_models(models, parsed.override, str(source)), parsed.port)
 
     return run_main(main, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
+
+
+def run_eval(parsed: argparse.Namespace, given: Sequence[str]) -> int:
+    """Evaluate a configuration or the model of a run, against another model if one is given; return the exit code."""
+
+    async def main(base: Config, parsed: argparse.Namespace) -> None:
+        options = list(parsed.override)
+        if parsed.run is not None:
+            check_secrets(parsed.run, options)
+        validation = base.eval.validation
+        is_given = parsed.dataset is not None or any(path.startswith("eval.general.dataset") for path, _ in options)
+        if parsed.run is not None and not is_given and validation is not None and validation.dataset is not None:
+            held_out = validation.dataset.model_dump(mode="json")
+            options.append(("eval.general.dataset", json.dumps(map_texts(held_out, literal))))
+
+        def with_model(source: Path | None) -> Config:
+            return command_line_config(parsed, [*options, *([] if source is None else _weights(source, base))])
+
+        against = None if parsed.against in (None, BASE) else home_path(parsed.against)
+        other = None if parsed.against is None else with_model(against)
+        await evaluate(with_model(parsed.run), parsed, other)
+
+    if parsed.run is not None:
+        parsed.config_file = parsed.run / CONFIG_FILE
+    return run_parsed(main, parsed, [sys.argv[0], "eval", *given])
+
+
+def _weights(source: Path, config: Config) -> list[tuple[str, str]]:
+    """Return the overrides that put a model in the place of the one that a configuration has under its name."""
+    ((name, model),) = model_configuration(source)["llms"].items()
+    if name not in config.llms:
+        hint = did_you_mean(name, config.llms, what="llms of the configuration")
+        raise ConfigError([f"{source}: its model is called '{name}'{hint}"])
+    given = map_texts({field: model[field] for field in ("path", "preset", "tokenizer", "lora")}, literal)
+    return [(f"llms.{name}.{field}", json.dumps(value)) for field, value in given.items()]
 
 
 def model_configuration(source: Path, *, context_tokens: int | None = None) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from jaxft.harness.addresses import ServeConfig
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, config_secrets, load_config
 from jaxft.harness.config_merge import escape_fields, literal
-from jaxft.harness.data_models import FinetuneConfig
+from jaxft.harness.data_models import EvaluationRunOutput, FinetuneConfig
+from jaxft.harness.evaluation_scores import paired_difference
 from jaxft.harness.opening import MASKED, bring_back, open_session
 from jaxft.harness.session import UNHEALTHY, resume_command
 from jaxft.harness.signals import current_shutdown
 from jaxft.redaction import hiding, redactor
-from jaxft.runs.console import current_console
+from jaxft.runs.console import Console, current_console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import secrets_of_environment
 from jaxft.runs.files import CONFIG_FILE, RESUME_COMMAND, holds_run, read_environment, ways_on
@@ -58,13 +59,18 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
         raise ConfigError(
             [f"{folder}: a script made this run and does more than training: continue with:\n  {command}"]
         )
+    check_secrets(folder, overrides)
+    where = json.dumps(escape_fields(literal(str(folder.absolute()))))
+    await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
+
+
+def check_secrets(folder: Path, overrides: Sequence[tuple[str, str]]) -> None:
+    """Raise unless the overrides give each secret of a run's configuration, which the run directory does not store."""
     given = [path for path, _ in overrides]
-    missing = [path for path in about.get(MASKED, []) if path not in given]
+    missing = [path for path in read_environment(folder).get(MASKED, []) if path not in given]
     if missing:
         hint = "holds a secret, which the run directory does not store: give it again, as in --set"
         raise ConfigError([f"{path}: {hint} '{path}=${{KEY}}'" for path in missing])
-    where = json.dumps(escape_fields(literal(str(folder.absolute()))))
-    await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
 
 
 async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
@@ -109,30 +115,72 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
             show("the configuration can be trained; nothing was written")
 
 
-async def evaluate(config: Config, arguments: argparse.Namespace) -> None:
-    """Run the workflow over the dataset and show the average of every evaluator."""
+async def evaluate(config: Config, arguments: argparse.Namespace, against: Config | None = None) -> None:
+    """Run the workflow over the dataset and show the average of every evaluator.
+
+    Args:
+        config: the whole configuration.
+        arguments: those of `jaxft eval`.
+        against: a configuration that differs in its models only, which is run first, on the same examples and seeds;
+            the difference of the rewards is shown, too. None for no comparison.
+
+    Raises:
+        ConfigError: two configurations are to be compared, and have no reward function.
+    """
+    if against is not None and config.finetuning.reward_function is None:
+        raise ConfigError(["finetuning.reward_function: is null, but --against compares rewards: name an evaluator"])
+    options = {"temperature": arguments.temperature, "num_generations": arguments.num_generations}
+    other = None
     with tempfile.TemporaryDirectory() as folder:
+        if against is not None:
+            async with open_session(against, output_dir=Path(folder) / "against") as session:
+                other = await session.evaluate(**options)
         output_dir = config.eval.general.output_dir
-        path = Path(folder) if output_dir is None else output_dir
+        path = Path(folder) / "run" if output_dir is None else output_dir
         async with open_session(config, overwrite=arguments.overwrite, output_dir=path) as session:
-            output = await session.evaluate(
-                temperature=arguments.temperature, num_generations=arguments.num_generations
-            )
-            results = output.evaluation_results
-            values: dict[str, Any] = {f"average/{name}": result.average_score for name, result in results}
-            values |= output.scores | {
-                "average_reward": output.average_reward,
-                "episodes": output.num_episodes,
-                "failed": output.num_failed,
-                "unscorable": output.num_unscorable,
-            }
+            output = await session.evaluate(**options)
+            values = _averages(output)
             if output.first_error is not None:
                 session.console.message(f"{output.num_failed} episodes failed; the first: {output.first_error}")
+            if other is not None:
+                values |= {f"against/{name}": value for name, value in _averages(other).items()}
+                values |= _show_difference(output, other, arguments.against, session.console)
             if output_dir is None:
                 session.console.table(values)
             else:
                 session.directory.write_json(EVALUATION_FILE, output.model_dump(mode="json"))
                 session.write_result(values)
+
+
+def _averages(output: EvaluationRunOutput) -> dict[str, Any]:
+    averages = {f"average/{name}": result.average_score for name, result in output.evaluation_results}
+    return {
+        **averages,
+        **output.scores,
+        "average_reward": output.average_reward,
+        "episodes": output.num_episodes,
+        "failed": output.num_failed,
+        "unscorable": output.num_unscorable,
+    }
+
+
+def _show_difference(
+    output: EvaluationRunOutput, other: EvaluationRunOutput, name: str, console: Console
+) -> dict[str, Any]:
+    """Show whether an evaluation has higher rewards than another one, and return the difference by name."""
+    examples = [item.id for item in output.eval_input.eval_input_items]
+    found = paired_difference(examples, output.rewards, other.rewards)
+    if found is None:
+        console.message(f"no episode has a reward with both models: nothing is compared with {name}")
+        return {}
+    is_known = found.low is not None and found.high is not None and found.low * found.high > 0
+    verdict = "not shown to differ from" if not is_known else "better than" if found.mean > 0 else "worse than"
+    interval = "" if found.low is None else f", 95 % interval [{found.low:.4g}, {found.high:.4g}]"
+    console.message(
+        f"the model is {verdict} {name}: reward {found.mean:+.4g}{interval}, over {found.num_examples} examples, "
+        f"{found.num_higher} higher and {found.num_lower} lower"
+    )
+    return {"difference" if name == "mean" else f"difference_{name}": value for name, value in found._asdict().items()}
 
 
 async def serve(config: Config, port: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Scores over several generations of each example: pass@k, best@k and maj@k.
+"""Scores over several generations of each example: pass@k, best@k and maj@k, and the difference of two evaluations.
 
 Of n generations of an example, every subset of k has the same chance. Each score is its exact mean over all of them,
 which is unbiased for k new generations (Chen et al. 2021, https://arxiv.org/abs/2107.03374, of pass@k), and then the
@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,25 @@ class ScoredEpisode(NamedTuple):
     item: EvalInputItem
     reward: float | None
     named_rewards: Mapping[str, float | None] | None = None
+
+
+class PairedDifference(NamedTuple):
+    """Mean difference of the rewards of two evaluations over examples, with its 95 % interval.
+
+    Attributes:
+        mean: mean over examples.
+        low, high: ends of the interval; None for a single example.
+        num_examples: number of examples with a pair of rewards.
+        num_higher: number of examples on which the first evaluation has the higher mean reward.
+        num_lower: number of examples on which it has the lower one.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    num_examples: int
+    num_higher: int
+    num_lower: int
 
 
 def pass_at_k(num_generations: int, num_passed: int, k: int) -> float:
@@ -148,3 +167,36 @@ def _answer(output: object) -> str | None:
     if output is None or isinstance(output, str):
         return output if output is None else output.strip()
     return json.dumps(to_jsonable_python(output, inf_nan_mode="constants", fallback=repr), sort_keys=True)
+
+
+def paired_difference(
+    examples: Sequence[str], first: Sequence[float | None], second: Sequence[float | None]
+) -> PairedDifference | None:
+    """Return the mean of `first` - `second` over examples; None if no pair has both rewards.
+
+    Student's interval of the examples' mean differences: generations of one example are not independent (Miller 2024,
+    https://arxiv.org/abs/2411.00640, sections 2.2 and 4.2).
+
+    Args:
+        examples: the example of each pair.
+        first: rewards of one evaluation.
+        second: rewards of the other one, in the same order; a pair in which one is None is left out.
+
+    >>> paired_difference(["a", "a", "b"], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0])[::3]
+    (0.25, 2)
+    """
+    from scipy.special import stdtrit  # here, as it takes a second to import and only a comparison needs it
+
+    pairs: dict[str, list[float]] = {}
+    for example, one, other in zip(examples, first, second, strict=True):
+        if one is not None and other is not None:
+            pairs.setdefault(example, []).append(one - other)
+    if not pairs:
+        return None
+    differences = [fmean(group) for group in pairs.values()]
+    mean, low, high = fmean(differences), None, None
+    if len(differences) > 1:
+        margin = float(stdtrit(len(differences) - 1, 0.975)) * stdev(differences) / math.sqrt(len(differences))
+        low, high = mean - margin, mean + margin
+    higher, lower = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
+    return PairedDifference(mean, low, high, len(differences), higher, lower)

@@ -49,6 +49,7 @@ class Verb(NamedTuple):
         run: called with the parsed arguments and those given, without the verb; returns the exit code. It may be
             written as `module:function`, which is imported when the verb is called.
         reads_configuration: True if the verb also has the options of every run; its help then ends with every field.
+        run_help: help of an argument `run`, a run directory in the place of --config-file; None for no such argument.
         takes_over: True for the arguments of a script that ask for this verb in the place of a run; None if scripts
             do not have its options.
     """
@@ -58,6 +59,7 @@ class Verb(NamedTuple):
     add_arguments: Callable[[argparse.ArgumentParser], object]
     run: Callable[[argparse.Namespace, Sequence[str]], int] | str
     reads_configuration: bool = False
+    run_help: str | None = None
     takes_over: Callable[[argparse.Namespace], bool] | None = None
 
     def __call__(self, parsed: argparse.Namespace, given: Sequence[str]) -> int:
@@ -82,6 +84,7 @@ def run_arguments(
     description: str | None,
     config_file: str | Path | None = None,
     parser: argparse.ArgumentParser | None = None,
+    run_help: str | None = None,
 ) -> argparse.ArgumentParser:
     """Make a parser with the options of every run and, for a script, of a sweep; a script may add its own.
 
@@ -89,16 +92,21 @@ def run_arguments(
         description: shown by `--help`; a script's `__doc__`.
         config_file: the default of `--config-file`, which is required without one.
         parser: the parser to add to; by default a new one.
+        run_help: help of an argument `run`, which may take the place of `--config-file`; None for no such argument.
     """
     is_script = parser is None
     parser = OptionParser() if parser is None else parser
     parser.allow_abbrev = False  # --seed would be --seeds, which is another thing
     parser.description = description
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
+    source: Any = parser
+    if run_help is not None:
+        source = parser.add_mutually_exclusive_group(required=True)
+        source.add_argument("run", nargs="?", type=home_path, help=run_help)
+    source.add_argument(
         "--config-file",
         type=home_path,
-        required=config_file is None,
+        required=config_file is None and run_help is None,
         default=config_file,
         help="the YAML file of the run" + ("" if config_file is None else f" (default {config_file})"),
     )
