@@ -22,7 +22,7 @@ from jaxft.harness.data_models import (
     Trajectory,
     TrajectoryCollection,
 )
-from jaxft.harness.evaluation import EpisodeOutcome, find_verdict
+from jaxft.harness.outcomes import EpisodeOutcome
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -77,7 +77,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
     async def _trajectory(self, run_id: str, outcome: EpisodeOutcome, meta: dict[str, Any] | None) -> Trajectory:
         """Return the trajectory of an episode; without a reward it is not scorable."""
         assert self.evaluation is not None
-        verdict = find_verdict(self.evaluation.reward_name or "", outcome)
+        verdict = outcome.verdict(self.evaluation.reward_name or "")
         reward = await self.compute_reward(verdict, meta) if outcome.error is None else self.failed_reward
         is_priced = outcome.reward is None and reward is not None
         remote_calls = outcome.episode.remote_calls

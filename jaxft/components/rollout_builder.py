@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness.contracts import TrajectoryBuilder
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig
-from jaxft.harness.evaluation import EpisodeOutcome, failure_report
+from jaxft.harness.outcomes import EpisodeOutcome
 from jaxft.harness.registry import TrajectoryBuilderConfig
 from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import comparison_key, readable_text
@@ -139,7 +139,7 @@ class RolloutBuilder(TrajectoryBuilder):
                 "seconds_reward": sum(outcome.seconds["reward"] for outcome in outcomes),
                 "seconds_episode_max": max((outcome.seconds["rollout"] for outcome in outcomes), default=0.0),
             },
-            "failures": [failure_report(outcome) for outcome in failed],
+            "failures": [outcome.failure_report for outcome in failed],
         }
 
     def _is_penalized(self, outcome: EpisodeOutcome) -> bool:

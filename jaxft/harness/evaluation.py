@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxft.errors import ConfigError, PolicyError, UserCodeError, did_you_mean, user_code
 from jaxft.harness.config_types import at_json_path
-from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem, EvaluationRunOutput
+from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvaluationRunOutput
 from jaxft.harness.evaluation_scores import ScoredEpisode, evaluation_scores
 from jaxft.harness.evaluators import (
     BaseEvaluator,
@@ -363,15 +363,10 @@ class Evaluation:
             num_episodes=len(outcomes),
             num_failed=len(failed),
             num_unscorable=len(outcomes) - len(failed) - len(rewards) if self.reward_name is not None else 0,
-            first_error=failure_report(failed[0]) if failed else None,
+            first_error=failed[0].failure_report if failed else None,
             rewards=[outcome.reward for outcome in judged],
             scores=self.scores([ScoredEpisode(each.item, each.reward, each.named_rewards) for each in judged]),
         )
-
-
-def failure_report(outcome: EpisodeOutcome) -> str:
-    """Return the report of a failed episode: example, error and traceback."""
-    return f"example '{outcome.item.id}', generation {outcome.generation}: {outcome.error}\n{outcome.traceback}"
 
 
 def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequence[Episode], started: float) -> str:
@@ -398,24 +393,9 @@ def _began(episode: Episode) -> float:
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
-    items = [find_verdict(name, outcome) for outcome in outcomes]
+    items = [outcome.verdict(name) for outcome in outcomes]
     scores = [item.score for item in items if item.score is not None]
     return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
-
-
-def find_verdict(name: str, outcome: EpisodeOutcome) -> EvalOutputItem:
-    """Return the score that the evaluator `name` gave an episode, with its reasoning or why the score is not usable."""
-    given = outcome.scores.get(name)
-    score = to_scalar(given)
-    not_usable = None if score is not None or outcome.error is not None else f"not usable: {given}"
-    return EvalOutputItem(
-        id=outcome.item.id,
-        score=score,
-        reasoning=outcome.reasonings.get(name, not_usable),
-        error=outcome.error,
-        generation=outcome.generation,
-        named_scores=given if isinstance(given, dict) and score is not None else None,
-    )
 
 
 async def _cancel(episodes: Sequence[asyncio.Task[Any]], group_tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -9,6 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -83,23 +84,30 @@ def maj_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> f
     >>> round(maj_at_k(["7", "8", "7"], [True, False, True], 2), 4)  # of three pairs one is unanimous and two are ties
     0.6667
     """
-    votes = Counter(answers)
-    passing = {answer: sum(p for a, p in zip(answers, passed, strict=True) if a == answer) for answer in votes}
+    votes, passing = Counter(answers), Counter(answer for answer, passes in zip(answers, passed, strict=True) if passes)
+    counted = sorted((count, passing[answer]) for answer, count in votes.items() if answer is not None)
+    return _majority(tuple(counted), len(answers), k)
+
+
+@lru_cache(maxsize=4096)  # many examples have alike votes
+def _majority(votes: tuple[tuple[int, int], ...], num_generations: int, k: int) -> float:
+    """Return `maj_at_k` of answers with so many votes, each with how many of them pass; other generations have none."""
+    without = num_generations - sum(count for count, _ in votes)
     expected = 0.0
-    for top in range(1, min(k, max(votes.values())) + 1):  # the number of votes of the winner
+    for top in range(1, min(k, max((count for count, _ in votes), default=0)) + 1):  # the number of votes of the winner
         # Number of ways to draw, and its sum weighted by the winners that pass: [number of drawn, number of winners].
         ways = np.zeros((k + 1, k // top + 1))
-        ways[0, 0], won = 1.0, np.zeros_like(ways)
-        for answer, count in votes.items():
+        ways[:, 0], won = [math.comb(without, drawn) for drawn in range(k + 1)], np.zeros_like(ways)
+        for count, passing in votes:
             before, won_before, ways, won = ways, won, np.zeros_like(ways), np.zeros_like(won)
-            for drawn in range(min(count, k if answer is None else top) + 1):
-                wins = int(drawn == top and answer is not None)
+            for drawn in range(min(count, top) + 1):
+                wins = int(drawn == top)
                 source = slice(0, k + 1 - drawn), slice(0, k // top + 1 - wins)
-                gained = won_before[source] + wins * passing[answer] / count * before[source]
+                gained = won_before[source] + wins * passing / count * before[source]
                 ways[drawn:, wins:] += math.comb(count, drawn) * before[source]
                 won[drawn:, wins:] += math.comb(count, drawn) * gained
         expected += float((won[k, 1:] / np.arange(1, k // top + 1)).sum())
-    return expected / math.comb(len(answers), k)
+    return expected / math.comb(num_generations, k)
 
 
 def evaluation_scores(

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from jaxft.errors import HostsError, PolicyError, one_line
-from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.evaluators import Score, ScoresByEvaluator
+from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
+from jaxft.harness.evaluators import Score, ScoresByEvaluator, to_scalar
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.hosts.group import ProcessGroup, process_group
 from jaxft.rollout.calls import Call, RemoteCall
@@ -61,6 +61,25 @@ class EpisodeOutcome:
     def generation(self) -> int:
         """Index of this episode among those of its example, from 0."""
         return self.episode.generation
+
+    @property
+    def failure_report(self) -> str:
+        """Report of a failed episode: example, error and traceback."""
+        return f"example '{self.item.id}', generation {self.generation}: {self.error}\n{self.traceback}"
+
+    def verdict(self, name: str) -> EvalOutputItem:
+        """Return the score that the evaluator `name` gave, with its reasoning or why the score is not usable."""
+        given = self.scores.get(name)
+        score = to_scalar(given)
+        not_usable = None if score is not None or self.error is not None else f"not usable: {given}"
+        return EvalOutputItem(
+            id=self.item.id,
+            score=score,
+            reasoning=self.reasonings.get(name, not_usable),
+            error=self.error,
+            generation=self.generation,
+            named_scores=given if isinstance(given, dict) and score is not None else None,
+        )
 
     def scored(self, scores: ScoresByEvaluator, seconds: float) -> "EpisodeOutcome":
         """Return the outcome with further scores, and the seconds that the evaluators took."""

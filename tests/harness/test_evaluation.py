@@ -10,7 +10,7 @@ import pytest
 from jaxft.errors import PolicyLostError
 from jaxft.harness import evaluation
 from jaxft.harness.data_models import EvalInputItem, EvalOutput, EvalOutputItem
-from jaxft.harness.evaluation import Evaluation, failure_report
+from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
 from jaxft.rollout.current import episode
 from jaxft.rollout.recorder import TRAINING, Episode
@@ -229,7 +229,7 @@ def test_an_evaluator_that_cannot_be_called_or_that_cancels_fails_the_episode_an
     def failures(function):
         evaluation = evaluation_of(echo, win=function)
         outcomes = run(evaluation)
-        assert failure_report(outcomes[4]).startswith("example 'e4', generation 0: evaluator 'win': ")
+        assert outcomes[4].failure_report.startswith("example 'e4', generation 0: evaluator 'win': ")
         assert evaluation.summarize(outcomes).num_failed == 5
         return outcomes[4].error
 

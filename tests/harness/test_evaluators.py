@@ -10,7 +10,7 @@ import pytest
 
 from jaxft.errors import ConfigError
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
-from jaxft.harness.evaluation import Evaluation, failure_report
+from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.evaluators import BaseEvaluator, BoundEvaluator, EvaluatorInfo, WeightedSum, as_evaluator
 from jaxft.harness.registry import GroupEvaluatorConfig
 from jaxft.rollout.current import episode
@@ -146,7 +146,7 @@ def test_a_group_evaluator_that_fails_fails_the_episodes_of_its_example(function
     for outcome in outcomes[4:8]:
         assert outcome.error.startswith("evaluator 'win': ") and message in outcome.error
         assert outcome.reward is None and outcome.scores == {"single": 1.0}
-        assert "evaluators.py" in outcome.traceback and "example 'e1', generation" in failure_report(outcome)
+        assert "evaluators.py" in outcome.traceback and "example 'e1', generation" in outcome.failure_report
     output = evaluation.summarize(outcomes)
     assert (output.num_episodes, output.num_failed, output.num_unscorable) == (12, 4, 0)
     output.model_dump_json()
@@ -410,7 +410,7 @@ def test_an_evaluator_that_takes_too_long_fails_the_episode(function, is_group):
     for outcome in outcomes:
         assert outcome.error == "evaluator 'slow': TimeoutError: no score within 0.02 s"
         assert outcome.scores == {"fine": 1.0} and outcome.reward is None
-        assert "example 'e0', generation" in failure_report(outcome)
+        assert "example 'e0', generation" in outcome.failure_report
     assert evaluation.summarize(outcomes).num_failed == 2
 
 
