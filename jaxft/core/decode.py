@@ -171,10 +171,11 @@ def draw(
     following = state.positions + 1
     keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
     sample_rows = partial(_sample, model.sharding, is_filtered, has_supports)
-    drawn = sample_rows(logits, keys, rows.sampling, None)
+    drawn = sample_rows(logits, keys, rows.sampling, None, None)
     if masks is not None:
-        taken, at, params = jax.tree.map(lambda x: x.at[masks.rows].get(mode="clip"), (logits, keys, rows.sampling))
-        masked = sample_rows(taken, at, params, masks.allowed)
+        given = logits, keys, rows.sampling, drawn
+        taken, at, params, free = jax.tree.map(lambda x: x.at[masks.rows].get(mode="clip"), given)
+        masked = sample_rows(taken, at, params, masks.allowed, free)
         if drawn.supports is None and masked.supports is not None:
             drawn = drawn._replace(supports=jnp.zeros((len(logits), masked.supports.shape[1]), jnp.uint32))
         drawn = jax.tree.map(lambda old, new: old.at[masks.rows].set(new, mode="drop"), drawn, masked)
@@ -196,10 +197,13 @@ def _sample(
     keys: Any,
     params: SamplingParams,
     allowed: UInt32[Array, "R W"] | None,
+    drawn: Sampled | None,
 ) -> Sampled:
     """Return `sample`; on a mesh devices divide the vocabulary, or the rows if these filter or it does not divide."""
     in_halves = compute_platform(sharding) == "cpu"
-    draw = partial(sample, is_filtered=is_filtered, in_halves=in_halves, has_supports=has_supports, allowed=allowed)
+    draw = partial(
+        sample, is_filtered=is_filtered, in_halves=in_halves, has_supports=has_supports, allowed=allowed, drawn=drawn
+    )
     if sharding is None:
         return draw(logits, keys, params)
     shards = sharding.mesh.shape["tensor"]

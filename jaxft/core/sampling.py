@@ -149,6 +149,7 @@ def sample(
     axis: str | None = None,
     allowed: UInt32[Array, "R W"] | None = None,
     has_supports: bool = False,
+    drawn: Sampled | None = None,
 ) -> Sampled:
     """Draw a token for each row from its filtered distribution, with its own key (`[R]` PRNG keys).
 
@@ -171,6 +172,8 @@ def sample(
         allowed: tokens that each row may draw from (`pack_bits`), before any filter; greedy rows have log-probabilities
             of both distributions then. None: all tokens.
         has_supports: True to return `supports`, if rows are filtered or `allowed`.
+        drawn: with `allowed`, tokens that were drawn from the same logits without it; they save the sums over the whole
+            vocabulary.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
     >>> drawn = jax.jit(sample)(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
@@ -180,7 +183,7 @@ def sample(
     temperature, greedy = scaling_temperature(params.temperature)[:, None], params.temperature == 0
     scaled = logits.astype(jnp.float32) / temperature  # [R V]
     block_softmax = partial(_block_softmax, in_halves=in_halves, shards=1 if axis else shards, axis=axis)
-    full = drawn_from = block_softmax(scaled)
+    full = drawn_from = block_softmax(scaled) if drawn is None else None
     candidates, supports = scaled, None
     is_changed = is_filtered or allowed is not None
     if is_changed:
@@ -189,10 +192,12 @@ def sample(
         filtered = _filtered_logits(wanted, params, in_halves=in_halves) if is_filtered else wanted
         candidates = jnp.where(filtering, filtered, scaled)
         # Rows that filter nothing take the sums of the other variant, in whatever order the compiler adds here.
-        drawn_from = jax.tree.map(partial(jnp.where, filtering), block_softmax(candidates), full)
+        changed = block_softmax(candidates)
+        drawn_from = changed if full is None else jax.tree.map(partial(jnp.where, filtering), changed, full)
         if has_supports:
             supports = jnp.where(filtering, pack_bits(candidates > -jnp.inf), jnp.uint32(0))
 
+    assert drawn_from is not None  # `drawn` comes with `allowed`
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (2,)))(keys)  # [R 2]
     block = jnp.where(greedy, first_largest(drawn_from.peaks), _inverse_cdf(drawn_from.masses, uniforms[:, 0]))
     if axis is None:
@@ -206,7 +211,12 @@ def sample(
 
     # Divided once more, as XLA for CPU may round the quotients of a block in another way.
     logit = _at(logits, tokens) if is_changed else _at(drawable, index)
-    sampler_logprobs = full.logprobs(logit.astype(jnp.float32) / temperature[:, 0])
+    chosen = logit.astype(jnp.float32) / temperature[:, 0]
+    if full is None:
+        assert drawn is not None
+        sampler_logprobs = drawn.sampler_logprobs + (chosen - _at(scaled, drawn.tokens))
+    else:
+        sampler_logprobs = full.logprobs(chosen)
     behavior_logprobs = drawn_from.logprobs(_at(inside, index))
     if allowed is None:
         behavior_logprobs = jnp.where(greedy | ~has_filters(params), sampler_logprobs, behavior_logprobs)

@@ -34,13 +34,22 @@ class Prompt(NamedTuple):
     is_retokenized: bool = False
 
 
+SUPPORTS = 256
+"""Number of supports whose text is remembered: inside a string of JSON, a grammar allows the same tokens again."""
+
+
 def encode_support(words: UInt32[np.ndarray, "W"]) -> str:
     """Return a packed support as text; empty for the whole vocabulary, whose words are 0.
 
     >>> decode_support(encode_support(np.array([5, 0], np.uint32))).tolist(), encode_support(np.zeros(2, np.uint32))
     ([5, 0], '')
     """
-    return base64.b64encode(zlib.compress(words.astype("<u4").tobytes(), 1)).decode() if words.any() else ""
+    return _encoded(words.astype("<u4").tobytes()) if words.any() else ""
+
+
+@functools.lru_cache(SUPPORTS)
+def _encoded(words: bytes) -> str:
+    return base64.b64encode(zlib.compress(words, 1)).decode()
 
 
 def decode_support(text: str) -> UInt32[np.ndarray, "W"]:

@@ -152,26 +152,34 @@ def compute_logits(
     return next_logits(model, params, cache, tables, _chosen(slots, chosen)[1])
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def draw_masked(
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+def advance_masked(
     model: Model,
     is_filtered: bool,
+    params: Params,
+    cache: Cache,
     slots: DecodeBatch,
-    logits: Float[Array, "B V"],
+    tables: Int[Any, "B C"],
     chosen: Bool[Any, "R"] | Int[Any, "P"],
     masks: Masks,
-) -> tuple[DecodeBatch, SampledTokens, Bool[Array, "B"]]:
-    """Draw one token of some slots from `compute_logits`; return slots, and tokens and activity of each row.
+    logits: Float[Array, "B V"] | None,
+) -> tuple[Cache, DecodeBatch, SampledTokens, Bool[Array, "B"]]:
+    """Decode one token of some slots, some of them from masked logits; see `advance`.
 
-    `masks` number the rows of this program. The rest is as for `advance`.
+    Args:
+        model, is_filtered, params, cache, slots, tables, chosen: as for `advance`.
+        masks: numbers of the masked rows of this program, and their masks.
+        logits: those of `compute_logits`; None to compute them here.
     """
     taken, state, is_chosen = _chosen(slots, chosen)
     was_active = state.active
+    if logits is None:
+        cache, logits = next_logits(model, params, cache, tables, state)
     state, drawn = draw(model, logits, state, taken.rows, is_filtered=is_filtered, has_supports=True, masks=masks)
     counts, column = was_active.astype(jnp.int32), jax.tree.map(lambda x: x[:, None], drawn)
     sampled = SampledTokens(column.tokens, column.sampler_logprobs, column.behavior_logprobs, counts, column.supports)
     slots, active = _put_chosen(model, slots, taken, state, chosen, is_chosen)
-    return slots, sampled, active
+    return cache, slots, sampled, active
 
 
 def _chosen(slots: DecodeBatch, chosen: Bool[Any, "R"] | Int[Any, "P"]) -> tuple[DecodeBatch, DecodeState, Any]:

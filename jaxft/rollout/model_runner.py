@@ -29,9 +29,9 @@ from jaxft.rollout.decode_batch import (
     PrefillChunks,
     admit,
     advance,
+    advance_masked,
     compute_logits,
     copy,
-    draw_masked,
     empty_arrays,
     most_likely,
     page_shapes,
@@ -150,6 +150,7 @@ class ModelRunner:
         self._model = model
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         platform = compute_platform(model.sharding)
+        self._makes_masks_beside = platform != "cpu"
         widest = 1 << (self.columns - 1).bit_length()
         chunks = CHUNK_PAGES.get(platform, CHUNK_PAGES_ELSEWHERE)
         self.chunk_pages = tuple(sorted({min(pages, widest) for pages in chunks}))
@@ -213,28 +214,40 @@ class ModelRunner:
         return dispatch
 
     def advance_masked(
-        self, params: Params, rows: Sequence[PrefillRow], masks: Mapping[int, WriteMask], *, is_filtered: bool
+        self,
+        params: Params,
+        rows: Sequence[PrefillRow],
+        masks: Mapping[int, WriteMask],
+        num_words: int,
+        *,
+        is_filtered: bool,
     ) -> Dispatch:
         """Queue programs that decode one token of each row, while the host makes the masks of some; see `advance`.
+
+        A CPU computes both, and one program writes less to memory than two.
 
         Args:
             params: weights to decode with.
             rows: rows to decode.
             masks: functions that write the packed mask of a slot, by slot.
+            num_words: words of a mask.
             is_filtered: as for `advance`.
         """
-        arrays, dispatch = self._make_programs(params), []
+        model, arrays, dispatch = self._model, self._make_programs(params), []
         for slots, is_few, tables, chosen in self._split(rows, 1):
-            arrays.cache, logits = compute_logits(self._model, params, arrays.cache, arrays.slots, tables, chosen)
+            logits = None
+            if self._makes_masks_beside:
+                arrays.cache, logits = compute_logits(model, params, arrays.cache, arrays.slots, tables, chosen)
             masked = [(row if is_few else slot, slot) for row, slot in enumerate(slots) if slot in masks]
             size = len(tables) if self._few_rows is None or len(masked) > self._few_rows else self._few_rows
             numbers: Any = np.full(size, len(tables), np.int32)
             numbers[: len(masked)] = [row for row, _ in masked]
-            allowed = np.zeros((size, -(-logits.shape[1] // 32)), np.uint32)
+            allowed = np.zeros((size, num_words), np.uint32)
             for words, (_, slot) in zip(allowed, masked, strict=False):
                 masks[slot](words)
-            arrays.slots, *results = draw_masked(
-                self._model, is_filtered, arrays.slots, logits, chosen, Masks(numbers, allowed)
+            given = tables, chosen, Masks(numbers, allowed), logits
+            arrays.cache, arrays.slots, *results = advance_masked(
+                model, is_filtered, params, arrays.cache, arrays.slots, *given
             )
             dispatch.append((slots, is_few, results))
         return dispatch
