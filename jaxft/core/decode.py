@@ -18,6 +18,9 @@ from jaxft.core.sampling import Sampled, SamplingParams, sample
 from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform
 from jaxft.core.types import Cache, Model, Params
 
+GROUP_ROWS = 8
+"""Rows that are drawn at a time where some are masked: a call of one step would spend its time on mapping memory."""
+
 
 class DecodeState(NamedTuple):
     """The state of rows that are being decoded.
@@ -171,8 +174,13 @@ def draw(
     following = state.positions + 1
     keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
     sample_rows = partial(_sample, model.sharding, is_filtered, has_supports)
-    drawn = sample_rows(logits, keys, rows.sampling, None, None)
-    if masks is not None:
+    if masks is None:
+        drawn = sample_rows(logits, keys, rows.sampling, None, None)
+    else:
+        groups = len(logits) // GROUP_ROWS if model.sharding is None and len(logits) % GROUP_ROWS == 0 else 1
+        split = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), (logits, keys, rows.sampling))
+        drawn = jax.lax.map(lambda given: sample_rows(given[0], given[1], given[2], None, None), split)
+        drawn = jax.tree.map(lambda x: x.reshape(len(logits), *x.shape[2:]), drawn)
         given = logits, keys, rows.sampling, drawn
         taken, at, params, free = jax.tree.map(lambda x: x.at[masks.rows].get(mode="clip"), given)
         masked = sample_rows(taken, at, params, masks.allowed, free)

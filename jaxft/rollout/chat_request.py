@@ -38,6 +38,8 @@ class SamplingRequest:
             "json_schema": {"name": ..., "schema": {...}}}` for one of a schema; `{"type": "text"}` leaves it free.
         guided_regex: regular expression that the whole answer matches.
         guided_grammar: grammar of the whole answer, in the notation of Lark. All three need the extra `constrained`.
+        min_tokens: number of tokens that are sampled before a token may end the answer; a stop string may.
+        ignore_eos: True if the model's own end tokens do not end the answer.
     """
 
     temperature: float = 1.0
@@ -55,6 +57,8 @@ class SamplingRequest:
     response_format: Mapping[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
@@ -69,6 +73,7 @@ class SamplingRequest:
         for name, value, low, high in (
             ("n", self.n, 1, MAX_CHOICES),
             ("max_tokens", self.max_tokens, 1, None),
+            ("min_tokens", self.min_tokens, 0, self.max_tokens),
             ("seed", self.seed, -(2**63), 2**63 - 1),
             ("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
         ):
@@ -77,6 +82,8 @@ class SamplingRequest:
             if isinstance(value, bool) or not isinstance(value, int) or value < low or (high and value > high):
                 wanted = f"an integer of at least {low}" + (f" and at most {high}" if high else "")
                 raise RequestError(f"{name} is {value!r}; wanted {wanted}", param=name)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos is {self.ignore_eos!r}; wanted a boolean", param="ignore_eos")
         bias = self.logit_bias or {}
         if not isinstance(bias, Mapping) or not all(isinstance(value, numbers.Real) for value in bias.values()):
             raise RequestError("logit_bias must give a number for each token id", param="logit_bias")

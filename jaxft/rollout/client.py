@@ -14,7 +14,7 @@ from jaxft.rollout.calls import Call, Prompt, Reply
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.current import current_functions, find_episode, note_outside_call
-from jaxft.rollout.grammar import Constraint, call_grammar
+from jaxft.rollout.grammar import Constraint, LateEnd, call_grammar
 from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.policy import Policy, Snapshot
@@ -136,6 +136,9 @@ class ChatClient(LanguageModel):
             grammar = call_grammar(request.forced_tools, has_name=has_name, behind=behind, end=end)
         if grammar is None:
             return None
+        if request.min_tokens or request.ignore_eos:
+            name = "min_tokens" if request.min_tokens else "ignore_eos"
+            raise RequestError(f"{name} is given beside a grammar, which says where the answer ends", param=name)
         template.grammars.read_tokenizer()  # not in the thread, as a tokenizer is changed while it encodes
         return await asyncio.to_thread(template.grammars.compile, grammar)
 
@@ -288,13 +291,17 @@ class ChatClient(LanguageModel):
         matcher: Any,
     ) -> Request:
         """Return the engine's request for one answer."""
-        begin_constraint = None
+        ends = () if request.ignore_eos else self.policy.template.stop_ids
+        ids = (*ends, *sorted(stop_ids))
+        begin_constraint: Callable[[], Constraint | LateEnd] | None = None
         if matcher is not None:
             ends_reasoning = None
             if thoughts is not None and thoughts.is_begun:
                 close = thoughts.close
                 ends_reasoning = lambda ids: close.search(decoded_text(ids)) is not None  # noqa: E731
             begin_constraint = lambda: Constraint(matcher.deep_copy(), ends_reasoning)  # noqa: E731
+        elif request.min_tokens:
+            begin_constraint = partial(LateEnd, request.min_tokens, ids)
         room = self.max_context_tokens - len(prompt.ids)
         return Request(
             prompt_ids=prompt.ids,
@@ -304,7 +311,7 @@ class ChatClient(LanguageModel):
             top_k=request.top_k,
             top_p=request.top_p,
             min_p=request.min_p,
-            stop_ids=(*self.policy.template.stop_ids, *sorted(stop_ids)),
+            stop_ids=ids,
             logit_bias=tuple((request.logit_bias or {}).items()),
             find_stop=(
                 StopFinder(decoded_text, request.stops, self.policy.template.tokens.is_byte, thoughts)

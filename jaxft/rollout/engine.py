@@ -363,11 +363,14 @@ def _take_tokens(running: Running, slot: int, sampled: SampledTokens, version: i
     completion.policy_versions += [version] * count
     completion.last_read = (time.perf_counter(), known + count)
     completion.first_read = completion.first_read if known else completion.last_read
-    if sampled.supports is not None and running.request.has_supports:
-        completion.supports += map(encode_support, sampled.supports[slot, :count])
+    if running.request.has_supports:
+        supports = sampled.supports
+        completion.supports += [""] * count if supports is None else map(encode_support, supports[slot, :count])
     try:
         if running.constraint is not None:
             running.constraint.feed(completion.token_ids[known:])
+            if running.constraint.is_over:
+                running.constraint = None
         has_ended = _cut_at_end(running.request, completion, known, is_active)
         _check_finite(running.request, completion, known)
         return has_ended

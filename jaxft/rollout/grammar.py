@@ -50,6 +50,11 @@ class Constraint:
         self._matcher = matcher
         self._ends_reasoning, self._last = ends_reasoning, list[int]()
 
+    @property
+    def is_over(self) -> bool:
+        """False: a grammar holds to the end of the answer."""
+        return False
+
     def write_mask(self, words: UInt32[np.ndarray, "W"]) -> None:
         """Set the bits of the tokens that may come next; none if any may, or an error has come (`feed`)."""
         if self._ends_reasoning is None and not self._matcher.is_error():
@@ -70,6 +75,29 @@ class Constraint:
             elif not self._matcher.consume_token(token):
                 reason = next(filter(None, self._matcher.get_error().splitlines()), "no token continues it")
                 raise RequestError(f"the answer cannot go on in its grammar: {reason}")
+
+
+class LateEnd:
+    """Keeps an answer from ending within its first tokens."""
+
+    def __init__(self, min_tokens: int, stop_ids: Sequence[int]) -> None:
+        self._left, self._stop_ids = min_tokens, stop_ids
+
+    @property
+    def is_over(self) -> bool:
+        """True once the answer may end."""
+        return self._left <= 0
+
+    def write_mask(self, words: UInt32[np.ndarray, "W"]) -> None:
+        """Set the bits of all tokens but those that end the answer."""
+        words[:] = np.iinfo(np.uint32).max
+        for token in self._stop_ids:
+            if token < 32 * len(words):
+                words[token // 32] ^= np.uint32(1 << token % 32)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Count the sampled tokens."""
+        self._left -= len(token_ids)
 
 
 def json_grammar(schema: Any) -> Grammar:

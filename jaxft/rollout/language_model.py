@@ -79,6 +79,8 @@ class LanguageModel(ABC):
         response_format: Mapping[str, Any] | None = None,
         guided_regex: str | None = None,
         guided_grammar: str | None = None,
+        min_tokens: int = 0,
+        ignore_eos: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Reply:
         """Sample the assistant's next message; `ChatRequest` describes the arguments.
@@ -119,6 +121,8 @@ class LanguageModel(ABC):
             response_format=response_format,
             guided_regex=guided_regex,
             guided_grammar=guided_grammar,
+            min_tokens=min_tokens,
+            ignore_eos=ignore_eos,
             chat_template_kwargs=chat_template_kwargs,
         )
         return await self.answer(request)

@@ -12,7 +12,7 @@ from jaxft.core.checks import check_token_ids
 from jaxft.core.sampling import check_sampling
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
-from jaxft.rollout.grammar import Constraint
+from jaxft.rollout.grammar import Constraint, LateEnd
 
 MAX_TOP_LOGPROBS = 20
 """Largest `top_logprobs` of a request, as in OpenAI's API."""
@@ -32,7 +32,7 @@ class Request:
         find_stop: returns how many of the sampled ids complete a stop string, or None; it also gets the number of ids
             that it was called with before, 0 where sampling began again.
         top_logprobs: number of most likely tokens to return for each sampled token.
-        begin_constraint: begins to follow the grammar that the answer must match; None without one.
+        begin_constraint: begins to follow what the answer must match: a grammar, or a least length; None if it is free.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,7 +46,7 @@ class Request:
     logit_bias: tuple[tuple[int, float], ...] = ()
     find_stop: Callable[[list[int], int], int | None] | None = None
     top_logprobs: int = 0
-    begin_constraint: Callable[[], Constraint] | None = None
+    begin_constraint: Callable[[], Constraint | LateEnd] | None = None
 
     @property
     def is_filtered(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxft.core.cache import PAGE_TOKENS, pages_for
 from jaxft.rollout.calls import Completion
-from jaxft.rollout.grammar import Constraint
+from jaxft.rollout.grammar import Constraint, LateEnd
 from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, PrefillChunk, PrefillRow
 from jaxft.rollout.requests import Request
 
@@ -159,7 +159,7 @@ class Running:
         reach: number of its tokens after all dispatches that were queued.
         attempt: number of times that it got a slot: results of an earlier attempt are dropped.
         keeps_tokens: True if the weights have changed since it began: sampled again, its tokens would be others.
-        constraint: the position of its answer in its grammar; None without one.
+        constraint: the position of its answer in its grammar; None without one, or once it is over.
     """
 
     request: Request
@@ -177,7 +177,7 @@ class Running:
     reach: int = 0
     attempt: int = 0
     keeps_tokens: bool = False
-    constraint: Constraint | None = None
+    constraint: Constraint | LateEnd | None = None
 
     def __post_init__(self) -> None:
         self.begin()

@@ -273,8 +273,8 @@ class CompletionFields(OpenAIRequest):
     repetition_penalty: Annotated[Any, Refused("sampling has no penalties", 1)] = None
     length_penalty: Annotated[Any, Refused("there is no beam search", 1)] = None
     use_beam_search: Annotated[Any, Refused("there is no beam search: ask for n answers", False)] = None
-    ignore_eos: Annotated[Any, Refused("forbid the end token by logit_bias", False)] = None
-    min_tokens: Annotated[Any, Refused("forbid the end token by logit_bias", 0)] = None
+    ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer.")
+    min_tokens: Natural | None = Field(None, description="Tokens sampled before a token may end the answer.")
     allowed_token_ids: Annotated[Any, Refused("favour tokens by logit_bias", [])] = None
     logits_processors: Annotated[Any, Refused("use logit_bias", [])] = None
     prompt_logprobs: Annotated[Any, Refused("only sampled tokens have log-probabilities", 0)] = None

@@ -125,6 +125,23 @@ def test_the_trainer_recomputes_what_a_token_was_drawn_with(client, policy, opti
     np.testing.assert_array_equal(job.batch.sampler_logprobs[job.tokens][mask], np.float32(row.behavior_logprobs)[mask])
 
 
+def test_an_answer_ends_late_or_never(client, policy):
+    end = policy.template.stop_ids[0]
+    ending = {end: 20.0}  # so that it would end at once
+    late, never, free = ask(
+        client,
+        request(min_tokens=3, stop_token_ids=[66], max_tokens=9, top_k=50),
+        request(ignore_eos=True, logit_bias=ending, max_tokens=5),
+        request(logit_bias=ending, max_tokens=5),
+    )
+    assert len(free.token_ids) == 1 and never.token_ids == (end,) * 5
+    assert not {end, 66} & set(late.token_ids[:3])
+    assert len(late.completion.supports) == len(late.token_ids)
+    assert all(not {end, 66} & set(ids_in(support)) for support in late.completion.supports[:3])
+    (short,) = ask(client, request(min_tokens=4, max_tokens=4))
+    assert len(short.token_ids) == 4 and len(ids_in(short.completion.supports[0])) == 261  # all but the end
+
+
 def test_strict_functions_get_arguments_of_their_schema(client):
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}},
@@ -152,6 +169,8 @@ def test_strict_functions_get_arguments_of_their_schema(client):
         ({"response_format": {"type": "xml"}}, "xml"),
         ({"guided_regex": "(a"}, "unclosed group"),
         ({"guided_grammar": "start: nothing"}, "nothing"),
+        ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "more than one"),
     ],
 )

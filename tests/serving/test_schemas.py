@@ -122,6 +122,8 @@ TAKEN = {
         {"response_format": {"type": "json_schema", "json_schema": {"type": "json_schema", "schema": {}}}},
     ),
     "guided_regex": "a",
+    "min_tokens": 2,
+    "ignore_eos": True,
     "guided_grammar": "start: 'a'",
     "logprobs": True,
     "top_logprobs": 2,

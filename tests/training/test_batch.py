@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxft.rollout.calls import encode_support
 from jaxft.training.batch import BatchPlanner, Row, divide, make_batch, select_sequences
 
 
@@ -138,6 +139,24 @@ def test_selected_sequences_are_laid_out_as_if_they_were_alone(make_sequence, op
     assert select_sequences(job, np.arange(8), planner) is job
     short = select_sequences(job, np.array([0, 1]), planner).packing.width
     assert short == (48 if planner.packed else 16)  # packed parts of a job share its programs
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_supports_go_where_their_tokens_go(make_sequence, packed):
+    """Each text stands for bits; a part of a job and its microbatches have those of their tokens."""
+    texts = ["", *(encode_support(np.array([bits], np.uint32)) for bits in (5, 6, 7))]
+    rows = [Row(make_sequence(n), n) for n in range(4)]
+    for row in rows[1:]:
+        row.sequence.supports = ["", "", *(texts[row.trajectory] for _ in row.sequence.tokens[2:])]
+    planner = BatchPlanner(32, packed=packed)
+    job = make_batch(rows, planner, has_supports=True)
+    for part in (job, select_sequences(job, np.array([0, 2, 3]), planner)):
+        words = np.concatenate([np.ravel(each.supports) for each in part.microbatches()])
+        counts = {bits: int((words == bits).sum()) for bits in (5, 6, 7)}
+        lengths = {n + 4: len(rows[n].sequence.tokens) - 2 for n in part.trajectories if n}
+        assert counts == {5: 0, 6: 0, 7: 0} | lengths
+    plain = make_batch(rows, planner)
+    assert plain.supports is None and all(each.supports is None for each in plain.microbatches())
 
 
 def test_minibatches_take_every_trajectory_once_in_an_iteration(make_sequence):
