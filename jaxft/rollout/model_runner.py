@@ -37,6 +37,7 @@ from jaxft.rollout.decode_batch import (
     page_shapes,
     prefill,
     slot_shapes,
+    split_batch,
 )
 from jaxft.rollout.requests import Request
 
@@ -57,10 +58,6 @@ PREFILL_TOKENS_ELSEWHERE = 2048
 FEW_ROWS, FEW_SHARE = {"cpu": 4}, 8
 """Least rows of the program for few requests, by platform, and the share of the slots that it has where that is more;
 other platforms decode all slots in one program."""
-
-STEP_COST, ROW_COST = 10_000, 400
-"""Costs of a decoding step and of each of its rows, in positions of the cache that are read in the same time. Measured
-on two CPU cores with models of 2 and 58 million parameters (7,500 and 12,100 positions a step, 280 and 500 a row)."""
 
 
 class PrefillChunk(NamedTuple):
@@ -433,37 +430,3 @@ def _by_shard(items: Sequence[Any], shards: int) -> list[list[Any]]:
     for item in items:
         by_shard[item.shard].append(item)
     return by_shard
-
-
-def split_batch(columns: Mapping[int, int], all_rows: int, few_rows: int | None) -> list[tuple[tuple[int, ...], bool]]:
-    """Return the cheapest programs that decode slots which need different numbers of pages.
-
-    Each is a tuple of slots, and True for a program of few rows, False for one of all rows. A program goes over as many
-    columns of pages as its longest row has.
-
-    Args:
-        columns: the number of pages of each slot that is to decode.
-        all_rows: rows of the program of all slots.
-        few_rows: rows of the program of few slots; None if there is none.
-
-    >>> split_batch({0: 2, 1: 16}, all_rows=64, few_rows=8)
-    [((1, 0), True)]
-    >>> uneven = {slot: 16 if slot == 7 else 2 for slot in range(64)}
-    >>> split_batch(uneven, all_rows=64, few_rows=8)[0]
-    ((7, 0, 1, 2, 3, 4, 5, 6), True)
-    """
-    longest_first = tuple(sorted(columns, key=lambda slot: -columns[slot]))
-    ways: list[list[tuple[tuple[int, ...], bool]]] = [[(longest_first, False)]]
-    if few_rows is None:
-        return ways[0]
-    few: list[tuple[tuple[int, ...], bool]] = []
-    for start in range(0, len(longest_first), few_rows):
-        few.append((longest_first[start : start + few_rows], True))
-        rest = longest_first[start + few_rows :]
-        ways.append([*few, (rest, False)] if rest else [*few])
-
-    def cost(programs: Sequence[tuple[tuple[int, ...], bool]]) -> int:
-        sizes = ((few_rows if is_few else all_rows, columns[slots[0]] * PAGE_TOKENS) for slots, is_few in programs)
-        return sum(STEP_COST + rows * (ROW_COST + positions) for rows, positions in sizes)
-
-    return min(ways, key=cost)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import jaxft
 from jaxft.core.logprobs import token_logprobs
-from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, PrefillChunk, PrefillRow, split_batch
+from jaxft.rollout.decode_batch import split_batch
+from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, PrefillChunk, PrefillRow
 from jaxft.rollout.requests import Request
 
 SLOTS, CONTEXT, PAGES = 16, 192, 40
