@@ -21,8 +21,9 @@ from cases.update import OPTIMIZER, grpo_update, microbatch_rows
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.requests import Request
 from jaxft.training.batch import CollectedRewards, Row
-from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.config import LossConfig
 from jaxft.training.learner import Learner
+from jaxft.training.optimizer_config import OptimizerConfig
 from records import Check, Measured
 from timing import seconds_of
 from workload import Workload, make_requests, serve

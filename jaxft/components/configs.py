@@ -11,7 +11,8 @@ from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_e
 from jaxft.harness.functions import Function, NamedFunction, check_options
 from jaxft.harness.registry import LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from jaxft.models.config import LoraSpec
-from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.config import LossConfig
+from jaxft.training.optimizer_config import OptimizerConfig
 
 
 class MeshConfig(ConfigModel):

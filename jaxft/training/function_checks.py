@@ -16,7 +16,8 @@ from jaxft.core.types import Denominators
 from jaxft.errors import one_line
 from jaxft.harness.functions import Function, check_options
 from jaxft.harness.supervision import innermost_user_frame
-from jaxft.training.config import LOSS_KEYWORDS, LossConfig, OptimizerConfig
+from jaxft.training.config import LOSS_KEYWORDS, LossConfig
+from jaxft.training.optimizer_config import OptimizerConfig
 from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
 
 LOSS_TABLES = (

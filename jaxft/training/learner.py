@@ -38,8 +38,9 @@ from jaxft.training.batch import (
     with_scores,
     with_signal,
 )
-from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.config import LossConfig
 from jaxft.training.job_records import BadUpdate, TokenScores
+from jaxft.training.optimizer_config import OptimizerConfig
 from jaxft.training.update import AVERAGED_OVER, cached_update, merge_metrics, rate_at, scored, with_sample_size
 
 
@@ -221,18 +222,27 @@ class Learner:
         params = self._keep(state)
         self.jobs += 1
         history = [with_sample_size(of_update) for of_update in jax.device_get(history)]
-        counts = [minibatch.counts() for minibatch in minibatches]
-        of_loss = dict.fromkeys(("loss", "policy_loss"), loss.averaged_over)
-        metrics |= merge_metrics(history, counts, AVERAGED_OVER | of_loss)
-        for number, (of_update, minibatch) in enumerate(zip(history, minibatches, strict=True), 1):
-            self.bad_updates = self.bad_updates + 1 if of_update["nonfinite_updates"] else 0
-            if of_update["nonfinite_updates"]:
-                keep_bad(BadUpdate(number, of_update, minibatch))
+        metrics |= self._merged(history, minibatches, keep_bad)
         if metrics["applied_updates"]:
             self._applied_jobs += 1
             self._follow(params)
         metrics |= {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates, "learning_rate": rate}
         return params, metrics
+
+    def _merged(
+        self,
+        history: list[dict[str, Any]],
+        minibatches: Sequence[TrainingBatch],
+        keep_bad: Callable[[BadUpdate], object],
+    ) -> dict[str, float]:
+        """Return the metrics of a job from those of its updates; count and keep the non-finite ones."""
+        for number, (of_update, minibatch) in enumerate(zip(history, minibatches, strict=True), 1):
+            self.bad_updates = self.bad_updates + 1 if of_update["nonfinite_updates"] else 0
+            if of_update["nonfinite_updates"]:
+                keep_bad(BadUpdate(number, of_update, minibatch))
+        counts = [minibatch.counts() for minibatch in minibatches]
+        of_loss = dict.fromkeys(("loss", "policy_loss"), self.loss.averaged_over)
+        return merge_metrics(history, counts, AVERAGED_OVER | of_loss)
 
     def measure(self, rows: list[Row], params: Params, pause: Pause = no_pause) -> dict[str, float]:
         """Return metrics of rows for sft, or of pairs for dpo, without an update: `loss`, and `accuracy` of pairs."""

@@ -6,7 +6,7 @@ an error that names the episode.
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,23 +149,23 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         "trained_tokens": trained_tokens,
         "truncated_fraction": truncated / len(sequences),
     }
-    if any(row.sequence.is_logged for row in rows):
-        return JobRows(rows, groups, metrics, NOTHING_SAMPLED)
+    sampled, allowed_mass = (NOTHING_SAMPLED, {}) if rows[0].sequence.is_logged else _token_records(rows)
+    return JobRows(rows, groups, metrics | allowed_mass, sampled)
+
+
+def _token_records(rows: Sequence[Row]) -> tuple[TokenRecords, dict[str, float]]:
+    """Return what was recorded of the trained tokens, and the mean mass that their supports had, if there are any."""
     masks = [np.array(row.sequence.completion_mask) for row in rows]
-    log_mass = np.concatenate(
-        [(np.array(s.sampler_logprobs) - s.behavior_logprobs)[mask] for (s, _), mask in zip(rows, masks, strict=True)]
-    )
-    has_support = np.concatenate(
-        [np.array(s.supports or [""] * len(mask), bool)[mask] for (s, _), mask in zip(rows, masks, strict=True)]
-    )
-    if has_support.any():
-        metrics["allowed_mass_mean"] = float(np.exp(log_mass[has_support]).mean())
-    sampled = TokenRecords(
-        (log_mass != 0) & ~has_support,
-        np.concatenate([np.array(row.sequence.policy_versions)[mask] for row, mask in zip(rows, masks, strict=True)]),
-        np.repeat([row.trajectory for row in rows], [mask.sum() for mask in masks]),
-    )
-    return JobRows(rows, groups, metrics, sampled)
+
+    def joined(values: Callable[[Row], Any]) -> np.ndarray:
+        return np.concatenate([np.array(values(row))[mask] for row, mask in zip(rows, masks, strict=True)])
+
+    log_mass = joined(lambda row: np.subtract(row.sequence.sampler_logprobs, row.sequence.behavior_logprobs))
+    has_support = joined(lambda row: np.array(row.sequence.supports or [""] * len(row.sequence.tokens), bool))
+    versions, owners = joined(lambda row: row.sequence.policy_versions), [row.trajectory for row in rows]
+    records = TokenRecords((log_mass != 0) & ~has_support, versions, np.repeat(owners, [mask.sum() for mask in masks]))
+    has_any = has_support.any()
+    return records, {"allowed_mass_mean": float(np.exp(log_mass[has_support]).mean())} if has_any else {}
 
 
 def with_recorded_sequences(trajectory: Trajectory) -> Trajectory:

@@ -19,7 +19,8 @@ from jaxft.core.types import Model, Params
 from jaxft.core.update import LossFn, Update, make_update
 from jaxft.errors import did_you_mean
 from jaxft.harness.functions import Function, accepted
-from jaxft.training.config import LOSS_KEYWORDS, LossConfig, OptimizerConfig, ParameterGroupConfig
+from jaxft.training.config import LOSS_KEYWORDS, LossConfig
+from jaxft.training.optimizer_config import OptimizerConfig, ParameterGroupConfig
 
 COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
 """Metrics summed over the updates of a job; all others are averaged, or maximised if the name ends in `_max`."""

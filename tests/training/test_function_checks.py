@@ -7,8 +7,9 @@ import pytest
 
 from jaxft.core.advantages import step_advantages
 from jaxft.core.update import init_train_state
-from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.config import LossConfig
 from jaxft.training.function_checks import _tables, check_signatures, check_values
+from jaxft.training.optimizer_config import OptimizerConfig
 from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
 from tests.training.test_advantages import found
 

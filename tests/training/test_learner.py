@@ -26,9 +26,10 @@ from jaxft.rollout.weights import Weights
 from jaxft.training import memory as memory_module
 from jaxft.training.advantages import collect_rewards, compute_advantages
 from jaxft.training.batch import Row, make_batch, score_tokens, with_scores
-from jaxft.training.config import LossConfig, OptimizerConfig
+from jaxft.training.config import LossConfig
 from jaxft.training.learner import Learner, choose_packing
 from jaxft.training.memory import first_fitting_remat, training_memory
+from jaxft.training.optimizer_config import OptimizerConfig
 from jaxft.training.update import merge_metrics
 
 SGD = OptimizerConfig(name="sgd", learning_rate=0.5, max_grad_norm=None)

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
-from jaxft.training.config import OptimizerConfig
+from jaxft.training.optimizer_config import OptimizerConfig
 from jaxft.training.update import make_optimizer, make_schedule
 
 

@@ -1,0 +1,105 @@
+"""Configuration of the optimizer, its learning-rate schedule and its groups of parameters."""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, PlainSerializer, model_validator
+
+from jaxft.core import LARGEST_FLOAT32
+from jaxft.harness.config_types import ConfigModel, config_error
+from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
+from jaxft.training.config import check_named, named_function
+
+ScheduleName = Literal["constant", "linear", "cosine"]
+
+
+class ParameterGroupConfig(ConfigModel):
+    """Parameters whose paths match a pattern, with a learning rate and a weight decay of their own."""
+
+    pattern: str = Field(
+        min_length=1, description="Pattern of paths, as in layers/*/scale or embed; * stands for any text."
+    )
+    rate_factor: float = Field(
+        default=1.0, ge=0.0, allow_inf_nan=False, description="Factor of the learning rate; 0: they stay as they are."
+    )
+    weight_decay: float | None = Field(
+        default=None, ge=0.0, le=LARGEST_FLOAT32, description="Weight decay; null: that of all others."
+    )
+
+
+class OptimizerConfig(ConfigModel):
+    """Optimizer, learning-rate schedule and gradient clipping."""
+
+    name: Literal["adamw", "sgd", "lion", "muon", "schedule_free", "function"] = Field(
+        default="adamw",
+        description="AdamW (arXiv 1711.05101), plain SGD, Lion (2302.06675), Muon with AdamW for embeddings and norms "
+        "(2502.16982), or schedule-free AdamW (2405.15682); function, if there is one.",
+    )
+    function: NamedFunction | None = Field(
+        default=None,
+        description="Function as module:name that returns an optax transformation, as optax.contrib:prodigy does. It "
+        "gets, by its parameters, learning_rate (the schedule), weight_decay with its mask, b1 and b2. null: name.",
+    )
+    options: NamedOptions = Field(
+        default={},
+        validate_default=True,
+        description="More keywords of the function, or of the optimizer of that name in optax.",
+    )
+    learning_rate: float = Field(
+        default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate at the end of the warm-up."
+    )
+    schedule: Annotated[ScheduleName | Function, name_or_function(*get_args(ScheduleName)), PlainSerializer(str)] = (
+        Field(
+            default="constant",
+            description="Shape of the learning rate after the warm-up; or a function as module:name that returns "
+            "the whole schedule, as optax:exponential_decay does.",
+        )
+    )
+    schedule_options: NamedOptions = Field(
+        default={},
+        validate_default=True,
+        description="Keywords of a schedule that is a function; it also gets learning_rate.",
+    )
+    warmup_updates: int = Field(default=0, ge=0, description="Updates of the linear warm-up.")
+    decay_updates: int | None = Field(
+        default=None, ge=1, description="Updates after the warm-up over which the rate falls; null: constant schedule."
+    )
+    end_fraction: float = Field(
+        default=0.1, ge=0.0, le=1.0, description="Final learning rate as a fraction of the peak."
+    )
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay rate of the first moment.")
+    b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay rate of the second moment.")
+    weight_decay: float = Field(
+        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="Decoupled weight decay; norms and biases are left out."
+    )
+    groups: tuple[ParameterGroupConfig, ...] = Field(
+        default=(), description="Parameters with another learning rate or weight decay; the first that matches counts."
+    )
+    max_grad_norm: float | None = Field(
+        default=1.0, gt=0.0, description="Global norm that gradients are clipped to; null: no clipping."
+    )
+
+    @property
+    def is_own(self) -> bool:
+        """True if something is not of jaxft's own making, and so to be checked."""
+        return bool(self.function or isinstance(self.schedule, Function) or self.options or self.groups)
+
+    @model_validator(mode="after")
+    def _falls_over_some_updates(self) -> "OptimizerConfig":
+        if isinstance(self.schedule, Function):
+            if self.decay_updates is not None or self.warmup_updates:
+                raise config_error(f"{self.schedule.place} is the whole schedule: leave out warmup and decay_updates")
+        elif (self.schedule == "constant") != (self.decay_updates is None):
+            raise config_error("schedules 'linear' and 'cosine' need decay_updates, and 'constant' has none")
+        if self.schedule_options and not isinstance(self.schedule, Function):
+            raise config_error(f"schedule_options are for a function, but schedule is '{self.schedule}'")
+        return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_named_function(cls, values: Any) -> Any:
+        return named_function(values)
+
+    @model_validator(mode="after")
+    def _is_one_optimizer(self) -> "OptimizerConfig":
+        check_named(self.name, self.function)
+        return self
