@@ -156,7 +156,7 @@ def _scores_at_k(episodes: Sequence[ScoredEpisode], pass_threshold: float) -> di
     count = min(map(len, examples.values()), default=1)
     if count == 1:
         return {}
-    answers = [[_answer(each.item.output_obj) for each in group] for group in examples.values()]
+    answers = [[_answer(each) for each in group] for group in examples.values()]
     rewards = [[each.reward for each in group] for group in examples.values()]
     passed = [[reward is not None and reward >= pass_threshold for reward in group] for group in rewards]
     usable = [[reward for reward in group if reward is not None] for group in rewards]
@@ -170,10 +170,13 @@ def _scores_at_k(episodes: Sequence[ScoredEpisode], pass_threshold: float) -> di
     return scores
 
 
-def _answer(output: object) -> str | None:
-    """Return an output as a text that equal outputs share; None for an episode without one."""
-    if output is None or isinstance(output, str):
-        return output if output is None else output.strip()
+def _answer(episode: ScoredEpisode) -> str | None:
+    """Return the output of an episode as a text that equal outputs share; None if it has neither output nor reward."""
+    output = episode.item.output_obj
+    if output is None and episode.reward is None:
+        return None
+    if isinstance(output, str):
+        return output.strip()
     return json.dumps(to_jsonable_python(output, inf_nan_mode="constants", fallback=repr), sort_keys=True)
 
 

@@ -80,6 +80,9 @@ def test_answers_are_outputs_that_are_equal_as_json():
     assert evaluation_scores(episodes)["maj@3"] == 1.0
     episodes = example("a", 0.0, 0.0, 1.0, outputs=[" z\n", "z", "y"])
     assert evaluation_scores(episodes)["maj@3"] == 0.0
+    # An agent may act and say nothing; an episode that failed has no reward either, and no vote.
+    assert evaluation_scores(example("a", 1.0, 1.0, 0.0, outputs=[None] * 3))["maj@3"] == pytest.approx(2 / 3)
+    assert evaluation_scores(example("a", None, None, 1.0, outputs=[None, None, "x"]))["maj@3"] == 1.0
 
 
 def test_breakdowns_by_a_column_and_by_the_name_of_a_reward():
