@@ -152,6 +152,13 @@ def _serve_arguments(parser: Parser) -> None:
     source.add_argument("source", nargs="?", type=home_path, help="a run directory, or the folder of a model")
     source.add_argument("--config-file", type=home_path, help="the YAML file of a run, of which only llms are read")
     parser.add_argument("--port", type=_port, help="port to listen on; 0: a free one, which is shown")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve a run's or folder's LoRA adapters by this name beside their base, the source; may be repeated",
+    )
     override_arguments(parser)
     log_arguments(parser)
 

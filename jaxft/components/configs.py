@@ -147,6 +147,12 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         description="With snapshot_of: the snapshot becomes the policy whenever the policy's version, which grows by 1 "
         f"with each job that makes an update, is a multiple of this number; null: {SNAPSHOT_EVERY}.",
     )
+    adapter: PathOrName | None = Field(
+        default=None,
+        description="With snapshot_of: folder of LoRA adapters in PEFT's format. This model is then that one, which is "
+        "not trained and on one device, with these adapters beside its weights, which are not copied. null: an earlier "
+        "version of it.",
+    )
     serve: ServeConfig | None = Field(
         default=None,
         description="Address under which the run serves its language models, by their names, as long as it runs; null: "
@@ -167,14 +173,17 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     @model_validator(mode="after")
     def _has_a_model(self) -> "LocalPolicyConfig":
         if self.snapshot_of is None:
-            if self.every is not None:
-                raise config_error("has 'every', but no 'snapshot_of': name the policy that this is a snapshot of")
+            for name in ("every", "adapter"):
+                if dict(self)[name] is not None:
+                    raise config_error(f"has '{name}', but no 'snapshot_of': name the policy that it belongs to")
             if self.path is None and self.preset is None:
                 raise config_error(
                     "needs 'path' (a checkpoint), 'preset' (the shape of a model of random weights) or 'snapshot_of'"
                 )
             return self
-        allowed = ("snapshot_of", "every", *SNAPSHOT_FIELDS)
+        if self.adapter is not None and self.every is not None:
+            raise config_error("has 'every' beside 'adapter': adapters stay as they are, leave it out")
+        allowed = ("snapshot_of", "every", "adapter", *SNAPSHOT_FIELDS)
         others = {name: field for name, field in type(self).model_fields.items() if name not in allowed}
         for name, field in others.items():
             if dict(self)[name] != field.default:
@@ -190,7 +199,8 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         if self.snapshot_of is None:
             return values
         kept = ("_type", "snapshot_of", *(name for name in SNAPSHOT_FIELDS if name in self.model_fields_set))
-        return {name: values[name] for name in kept} | {"every": self.snapshot_every}
+        own = {"every": self.snapshot_every} if self.adapter is None else {"adapter": self.adapter}
+        return {name: values[name] for name in kept} | own
 
     @property
     def snapshot_every(self) -> int:
@@ -222,10 +232,14 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
             found.append((path, f"'{of}' is {kind}{hint}"))
         elif policy.snapshot_of is not None:
             found.append((path, f"'{of}' is a snapshot, too: name the policy that it is of, '{policy.snapshot_of}'"))
+        elif self.adapter is not None and (policy.lora, policy.mesh, policy.sampler_mesh) != (None, None, None):
+            found.append((path, f"'{of}' has lora or a mesh: adapters need a base without any, on one device"))
         refusal = f"'{name}' is a snapshot, which is never trained: name the policy that it is of, '{of}'"
         for adapter, each in config.trainer_adapters.items():
             if isinstance(each, LocalTrainerAdapterConfig) and each.llm == name:
                 found.append((f"trainer_adapters.{adapter}.llm", refusal))
+            elif isinstance(each, LocalTrainerAdapterConfig) and each.llm == of and self.adapter is not None:
+                found.append((path, f"'{of}' is trained, and adapters belong to their base as it was"))
         if config.finetuning.target_model == name:
             found.append(("finetuning.target_model", refusal))
         return found

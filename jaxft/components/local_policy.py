@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jaxft.models.decoder import parameter_shapes
 from jaxft.models.decoder_sharding import parameters_table, sharding_for
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
-from jaxft.models.load import Lora, init_model, load_model, lora_spec, on_mesh
+from jaxft.models.load import Lora, init_model, load_beside, load_model, lora_spec, on_mesh
 from jaxft.rollout.chat import find_stop_ids
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
@@ -160,22 +161,31 @@ def check_loss(name: str, policy: LocalPolicyConfig, config: Config) -> None:
 
 
 async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) -> ChatClient:
-    """Add a snapshot to the policy that `snapshot_of` names, and return its chat client.
+    """Add a snapshot to the policy that `snapshot_of` names, or adapters beside it, and return its chat client.
 
     Raises:
-        ComponentError: that language model is no local policy, or is a snapshot, too.
+        ComponentError: that language model is no local policy, or is a snapshot, too; or it has adapters, or a mesh.
+        ModelFileError: the adapters are damaged, or belong to another base.
     """
     assert config.snapshot_of is not None
     llm, llms = await builder.get_llm(config.snapshot_of), builder.config.llms
     if not isinstance(llm, ChatClient) or not isinstance(llm.policy, Policy):
         raise ComponentError(f"llms.{name}.snapshot_of: '{config.snapshot_of}' is no local_policy, or a snapshot, too")
-    own = config.with_sampling_settings(llms[config.snapshot_of])
+    policy = llms[config.snapshot_of]
+    own, adapter = config.with_sampling_settings(policy), None
+    if config.adapter is not None:
+        if llm.policy.model.sharding is not None:
+            raise ComponentError(f"llms.{name}.adapter: stands beside a base on one device, not on several")
+        _, compute_dtype = resolve_dtypes(policy, compute_platform(None))
+        load = partial(load_beside, local_folder(config.adapter), llm.policy.model, compute_dtype=compute_dtype)
+        adapter = await llm.policy.read(load)
     snapshot = llm.policy.add_snapshot(
         name,
         every=own.snapshot_every,
         seed=sampling_seed(builder.config.finetuning.seed, name, llms),
         slots=process_share("slots", own.slots),
         max_context_tokens=own.max_context_tokens,
+        adapter=adapter,
         cache_tokens=None if own.cache_tokens is None else process_share("cache_tokens", own.cache_tokens),
     )
     return ChatClient(snapshot, name, own.long_prompts)
@@ -227,7 +237,8 @@ def choices(config: LocalPolicyConfig) -> dict[str, str]:
         ValueError: the mesh does not fit the number of devices.
     """
     if config.snapshot_of is not None:
-        return {"snapshot_of": config.snapshot_of, "every": str(config.snapshot_every)}
+        own = {"every": str(config.snapshot_every)} if config.adapter is None else {"adapter": str(config.adapter)}
+        return {"snapshot_of": config.snapshot_of, **own}
     mesh, _ = make_meshes(config)
     platform = compute_platform(None if mesh is None else Sharding(mesh))
     dtype, compute_dtype = resolve_dtypes(config, platform)

@@ -40,6 +40,7 @@ def run_serve(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     async def main() -> None:
         source = parsed.source or parsed.config_file
         models = read_layers(source) if parsed.source is None else model_configuration(source)
+        add_adapters(models, parsed.adapter, has_source=parsed.source is not None)
         await serve(load_models(models, parsed.override, str(source)), parsed.port)
 
     return run_main(main, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
@@ -78,6 +79,24 @@ def _weights(source: Path, config: Config) -> list[tuple[str, str]]:
         raise ConfigError([f"{source}: its model is called '{name}'{hint}"])
     given = map_texts({field: model[field] for field in ("path", "preset", "tokenizer", "lora")}, literal)
     return [(f"llms.{name}.{field}", json.dumps(value)) for field, value in given.items()]
+
+
+def add_adapters(models: dict[str, Any], given: Sequence[str], *, has_source: bool) -> None:
+    """Add adapters, each as `NAME=FOLDER`, to the one model of a configuration, which is their base.
+
+    Raises:
+        ConfigError: one has another form, or a name that is taken; or the models are those of a configuration's file.
+    """
+    base = next(iter(models["llms"])) if has_source else ""
+    for text in given:
+        name, _, folder = text.partition("=")
+        if not has_source:
+            raise ConfigError(["--adapter: in a file, give llms.NAME snapshot_of and adapter instead"])
+        if not name or not folder or name in models["llms"]:
+            raise ConfigError([f"--adapter: is {text!r}; wanted NAME=FOLDER, with a name that is not taken"])
+        place = home_path(folder)
+        place = place / MODEL_FOLDER if (place / MODEL_FOLDER).is_dir() else place
+        models["llms"][name] = {"_type": "local_policy", "snapshot_of": base, "adapter": str(place)}
 
 
 def model_configuration(source: Path, *, context_tokens: int | None = None) -> dict[str, Any]:

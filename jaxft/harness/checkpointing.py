@@ -264,6 +264,7 @@ IMMUTABLE = (
     "llms.*.lora",
     "llms.*.lora.*",
     "llms.*.snapshot_of",
+    "llms.*.adapter",
     "trainers.*._type",
     "trajectory_builders.*._type",
     "trainer_adapters.*._type",

@@ -308,6 +308,14 @@ def decode_layout(net: Network, params: Params) -> Params:
     return net.narrow(net.gather({**others, "decoding_layers": layers}))
 
 
+@partial(jax.jit, static_argnums=0)
+def lay_out_adapters(config: DecoderConfig, params: Params) -> list[dict[tuple[str, ...], Array]]:
+    """Return the adapters of each layer by their paths in `decoding_layers`; the base, of one device, is not copied."""
+    layers = put_beside(params)["layers"]
+    made = [decoding_layer(jax.tree.map(itemgetter(i), layers), config, None) for i in range(config.num_layers)]
+    return [{path: leaf for path, leaf in flatten_dict(layer).items() if path[-1] in LORA_NAMES} for layer in made]
+
+
 class LayerRun(NamedTuple):
     """Consecutive layers that have some kinds in turn, several times."""
 

@@ -22,6 +22,7 @@ from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.files import home_path
 from jaxft.models.config import DecoderConfig, LoraSpec
+from jaxft.models.decoder import parameter_shapes
 from jaxft.models.hf import save_model
 from jaxft.models.model_card import SavedWeights, card_text
 from jaxft.models.peft import base_fingerprint, save_adapter
@@ -104,9 +105,10 @@ class Policy:
         self._sampler = model if sampler is None else sampler
         self._device = DeviceThread()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        self._make_engine = partial(Engine, self._sampler, self._device, shapes=shapes)
+        self._make_engine = partial(Engine, device=self._device, shapes=shapes)
         self.engine = self._make_engine(
-            self.sampling_params,
+            self._sampler,
+            get_params=self.sampling_params,
             seed=seed,
             slots=slots,
             max_context_tokens=max_context_tokens,
@@ -132,14 +134,16 @@ class Policy:
         slots: int = 64,
         max_context_tokens: int = 512,
         cache_tokens: int | None = None,
+        adapter: tuple[Model, Callable[[Params], Params]] | None = None,
     ) -> "Snapshot":
-        """Add a snapshot, which is the policy itself until the first training job.
+        """Add a snapshot, which is the policy itself until the first training job, or the policy with adapters.
 
         Args:
             name: name of the snapshot, under which checkpoints have it.
             every: number of versions after which the snapshot is replaced; see `SamplingWeights`.
             seed: seed of its own noise.
             slots, max_context_tokens, cache_tokens: sizes of its own engine.
+            adapter: result of `load_beside` for a policy that is not trained; None for an earlier version.
 
         Raises:
             ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
@@ -147,9 +151,15 @@ class Policy:
         """
         check_sizes(slots, max_context_tokens)
         check_context(self.model, max_context_tokens)
-        self.weights.every[name] = every
-        engine = self._make_engine(
-            partial(self.sampling_params, name),
+        model, make_engine = self._sampler, self._make_engine
+        if adapter is None:
+            self.weights.every[name] = every
+        else:
+            model, self.weights.adapters[name] = adapter
+            make_engine = partial(make_engine, shapes=parameter_shapes(model.config, model.lora))
+        engine = make_engine(
+            model,
+            get_params=partial(self.sampling_params, name),
             seed=seed,
             slots=slots,
             max_context_tokens=max_context_tokens,
