@@ -4,8 +4,8 @@
 
 Both run in turn in one process, on the same engine, and the other rows sample the same tokens. On two CPU cores with
 qwen3-2m it takes two minutes. Memory comes in huge pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, for both sides):
-a constrained step is a call of its own, whose temporary arrays are else mapped page by page. Expect a ratio of about
-1.10; on a machine that others use, that of the CPU time is the steadier one.
+a constrained step is a call of its own, whose temporary arrays are else mapped page by page. Expect a ratio of 1.1 to
+1.3; on a machine that others use, that of the CPU time is the steadier one.
 """
 
 import argparse

@@ -89,6 +89,7 @@ NOT_RUN = {
     'pip install "git+https': "a package of somebody else",
     'pip install -e ".[cuda]"': "downloads gigabytes; .ci/more extras resolves it",
     'pip install -e ".[tpu]"': "the same",
+    'pip install -e ".[constrained]"': "the tests have it",
     "pip wheel": "tests/test_packaging.py builds a wheel",
     "pip install dist/": ".ci/more package installs one",
     "pip install --no-index": "needs the wheels of the command before",
