@@ -3,9 +3,9 @@
     python experiments/logs_to_agent.py
 
 The agent adds two numbers. Its logs are careless: right one time in four, otherwise ten or one too high. A reviewer
-has compared two answers to some of the questions. At last a reward says which answers are right. Five minutes on two
-CPU cores. At the end the greedy answers to 500 held-out questions are right more often after each step: more than 0.1
-after the logs, 0.1 more after the preferences, and more than 0.8 after the rewards.
+has compared two answers to 400 of the questions. At last a reward says which answers are right. Four to eight minutes
+on two CPU cores, by what else they do. The greedy answers to 500 held-out questions are right more often after each
+step; seed 0: 0.242 after the logs, 0.762 after the preferences, 0.906 after the rewards.
 
     python experiments/logs_to_agent.py --out runs/logs --seed 1
 """
@@ -79,21 +79,28 @@ def main() -> int:
     ]
     options = {"seed": seed, "rows_per_update": 128}
     first = jaxft.sft(
-        "qwen3-1m", logs, num_updates=300 // arguments.shrink, learning_rate=2e-3, output_dir=folder / "sft", **options
+        "qwen3-1m",
+        logs,
+        num_updates=max(1, 300 // arguments.shrink),
+        learning_rate=2e-3,
+        output_dir=folder / "sft",
+        **options,
     )
     shares = {"after_logs": share_right(first.model)}
 
     preferences = [
         {"prompt": asked(question), "chosen": answered(right), "rejected": answered(right + draw.choice((1, 10)))}
-        for question, right in sums[: len(sums) // 2]
+        for question, right in sums[:400]
     ]
     second = jaxft.dpo(
         first.model,
         preferences,
-        num_updates=40 // arguments.shrink,
-        learning_rate=2e-4,
+        num_updates=max(1, 12 // arguments.shrink),
+        learning_rate=1e-4,
         output_dir=folder / "dpo",
-        **options,
+        # Without a supervised part both answers get less likely, the chosen one, too.
+        overrides={"trainer_adapters.local.loss.preference.sft_coef": 1.0},
+        **options | {"rows_per_update": 64},
     )
     shares["after_preferences"] = share_right(second.model)
 
@@ -102,7 +109,7 @@ def main() -> int:
         exact,
         [asked(question) for question, _ in sums],
         answer=[str(right) for _, right in sums],
-        num_epochs=40 // arguments.shrink,
+        num_epochs=max(1, 40 // arguments.shrink),
         examples_per_update=64,
         learning_rate=1e-3,
         max_completion_length=MAX_TOKENS,

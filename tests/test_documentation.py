@@ -122,6 +122,7 @@ ADDED = {
     "python experiments/tic_tac_toe.py --list": "--dry-run",
     "python experiments/arithmetic.py": f"{SUMS} --set llms.policy.slots=64",
     # They differ from tic_tac_toe.py in their opponents and rewards; configuration and imports are looked at.
+    "python experiments/logs_to_agent.py": "--shrink 300",
     "python experiments/perfect_opponent.py": "--seeds 1 --dry-run",
     "python experiments/doors.py": "--seeds 1 --dry-run",
     "python experiments/dpo_tic_tac_toe.py": "--seeds 1 --dry-run",
