@@ -45,7 +45,7 @@ KILL_POINTS = {
     "after the manifest": KillPoint("jaxft.runs.checkpoint", "write_manifest", is_after=True),
     "evaluators": KillPoint("jaxft.harness.evaluation", "run_evaluators"),
     "while old steps go": KillPoint("shutil", "rmtree", is_after=True),
-    "during the export": KillPoint("jaxft.models.hf_files", "write_manifest"),
+    "during the export": KillPoint("jaxft.models.hf", "write_manifest"),
 }
 
 
