@@ -81,7 +81,7 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
             try:
                 row = read_logged(item.full_dataset_entry)
                 sequences = logged_sequences(row, template, only_last=config.trained == "last_answer")
-                sequences = [self._fitted(each) for each in sequences]
+                sequences = [self._fit(each) for each in sequences]
             except _TooLong:
                 self.dropped += 1
                 continue
@@ -101,7 +101,7 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
             raise DatasetError(f"logged rows: all {self.dropped} are longer than {self._max_tokens} tokens")
         return groups
 
-    def _fitted(self, sequence: TokenSequence) -> TokenSequence:
+    def _fit(self, sequence: TokenSequence) -> TokenSequence:
         """Return a sequence that fits the context, as `long_rows` says."""
         length, policy = len(sequence.tokens), self.trajectory_builder_config.long_rows
         if length <= self._max_tokens:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxft import rollout
 from jaxft.components.configs import LocalPolicyConfig
 from jaxft.components.single_turn import InMemoryDatasetConfig
-from jaxft.components.train import LOGGED, TrainResult, named, policy_fields, run_folder
+from jaxft.components.train import LOGGED, TrainResult, formula_field, policy_fields, run_folder
 from jaxft.errors import ConfigError, DatasetError
 from jaxft.files import disk_errors
 from jaxft.harness.config import Config
@@ -135,7 +135,7 @@ def _run(
     if validation is not None:
         held_out = InMemoryDatasetConfig(items=tuple(_items("validation", validation)))
         mapping["eval"]["validation"] = {"dataset": held_out}
-    mapping["trainer_adapters"]["local"] |= {"loss": dict(loss), "optimizer": named(optimizer)}
+    mapping["trainer_adapters"]["local"] |= {"loss": dict(loss), "optimizer": formula_field(optimizer)}
     mapping["trainers"]["loop"] |= {"on_epoch_end": on_epoch_end}
     if max_length is not None:
         mapping["trajectory_builders"]["rows"] |= {"long_rows": "truncate"}

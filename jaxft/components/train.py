@@ -139,8 +139,8 @@ def train(
         check_functions(functions, held_out)
         mapping["eval"]["validation"] = {"dataset": InMemoryDatasetConfig(items=tuple(held_out))}
     weights = weights_by_name(reward_weights, [function.name for function in functions])
-    formula = named(loss) | {"advantages": advantages, "beta": beta, "reward_weights": weights}
-    mapping["trainer_adapters"]["local"] |= {"loss": formula, "optimizer": named(optimizer)}
+    formula = formula_field(loss) | {"advantages": advantages, "beta": beta, "reward_weights": weights}
+    mapping["trainer_adapters"]["local"] |= {"loss": formula, "optimizer": formula_field(optimizer)}
     mapping["trainers"]["loop"] |= {"on_trajectories": on_trajectories, "on_epoch_end": on_epoch_end}
     if lora is not None:
         mapping["llms"]["policy"]["lora"] = dict(lora) if isinstance(lora, Mapping) else {"rank": lora}
@@ -183,7 +183,7 @@ def run_folder(
         raise
 
 
-def named(given: Any) -> dict[str, Any]:
+def formula_field(given: Any) -> dict[str, Any]:
     """Return the field `name` or `function` of a loss or an optimizer."""
     if isinstance(given, optax.GradientTransformation):
         return {"function": Function(lambda: given, "jaxft.train:optimizer", "in-memory", is_pinned=True)}

@@ -175,7 +175,7 @@ class LoggedTrainer(Trainer):
         if function is None:
             return
         with user_code():
-            returned = function.call(**function.accepted(given))
+            returned = function.call(**function.select_keywords(given))
             own = await returned if inspect.isawaitable(returned) else returned
         if own is None:
             return

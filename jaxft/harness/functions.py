@@ -69,9 +69,9 @@ class Function:
         """Return True if it has a parameter of this name, or takes any."""
         return self.keywords is None or keyword in self.keywords
 
-    def accepted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def select_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords that it has parameters for."""
-        return accepted(self.call, given)
+        return select_keywords(self.call, given)
 
 
 def keywords(function: Callable[..., Any]) -> tuple[str, ...] | None:
@@ -82,13 +82,13 @@ def keywords(function: Callable[..., Any]) -> tuple[str, ...] | None:
     return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
 
 
-def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def select_keywords(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords that a function has parameters for."""
     known = keywords(function)
     return {name: value for name, value in given.items() if known is None or name in known}
 
 
-def unwrapped(function: Callable[..., Any]) -> Any:
+def unwrap(function: Callable[..., Any]) -> Any:
     """Return the function inside of partials and decorators such as `jax.jit`; of a callable object, its `__call__`."""
     inner = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
     return inner if inspect.isroutine(inner) else inspect.unwrap(type(inner).__call__)
@@ -103,7 +103,7 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def function_place(function: Callable[..., Any]) -> str:
     """Return name, file and line of a function, as far as it has them."""
-    code = unwrapped(function)
+    code = unwrap(function)
     where = f" ({inspect.getfile(code)}:{code.__code__.co_firstlineno})" if inspect.isfunction(code) else ""
     return f"'{function_name(function).partition(':')[2]}'{where}"
 
@@ -113,7 +113,7 @@ def function_digest(function: Callable[..., Any]) -> str:
 
     Where no source can be read, as of a function typed at a prompt, the compiled code stands for it.
     """
-    inner = unwrapped(function)
+    inner = unwrap(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
     except (OSError, TypeError, SyntaxError):
@@ -171,7 +171,7 @@ def load_function(given: Any) -> Function:
     function = import_function(text) if is_named else given
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{repr(given)[:100]} is no function: {WANTED}")
-    inner = unwrapped(function)
+    inner = unwrap(function)
     if is_named and inspect.isfunction(inner) and (inner.__name__ == "<lambda>" or inner.__closure__):
         what = "is a lambda" if inner.__name__ == "<lambda>" else f"holds {', '.join(inner.__code__.co_freevars)}"
         raise ValueError(

@@ -311,7 +311,7 @@ def _own_advantages(
     lengths = np.bincount(job.trajectories[job.places[0][mask]], minlength=len(credit.rewards))
     given: dict[str, Any] = {"step_rewards": None, **rewards, "group_ids": credit.group_ids, "named_rewards": columns}
     given |= {"lengths": lengths, "trajectories": job.trajectories, "gamma": loss.gamma}
-    found = np.asarray(loss.estimator.call(**loss.estimator.accepted(given)), np.float64)
+    found = np.asarray(loss.estimator.call(**loss.estimator.select_keywords(given)), np.float64)
     if found.shape != shape:
         raise ValueError(f"{loss.estimator.place} returned advantages of shape {found.shape}; wanted {shape}")
     return found

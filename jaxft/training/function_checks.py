@@ -162,7 +162,7 @@ def _check_advantages(config: LossConfig, function: Function) -> None:
         "trajectories": np.arange(4),
         "gamma": config.gamma,
     }
-    found = np.asarray(_call(function, lambda: function.call(**function.accepted(tables))))
+    found = np.asarray(_call(function, lambda: function.call(**function.select_keywords(tables))))
     wanted = mask.shape if config.is_per_token else (4,) if steps is None else steps.shape
     if found.shape != wanted:
         raise ValueError(f"{function.place} returned advantages of shape {found.shape}; wanted {wanted}")

@@ -222,14 +222,14 @@ class Learner:
         params = self._keep(state)
         self.jobs += 1
         history = [with_sample_size(of_update) for of_update in jax.device_get(history)]
-        metrics |= self._merged(history, minibatches, keep_bad)
+        metrics |= self._merge(history, minibatches, keep_bad)
         if metrics["applied_updates"]:
             self._applied_jobs += 1
             self._follow(params)
         metrics |= {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates, "learning_rate": rate}
         return params, metrics
 
-    def _merged(
+    def _merge(
         self,
         history: list[dict[str, Any]],
         minibatches: Sequence[TrainingBatch],

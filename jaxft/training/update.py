@@ -18,7 +18,7 @@ from jaxft.core.sharding import constrain, path_text
 from jaxft.core.types import Model, Params
 from jaxft.core.update import LossFn, Update, make_update
 from jaxft.errors import did_you_mean
-from jaxft.harness.functions import Function, accepted
+from jaxft.harness.functions import Function, select_keywords
 from jaxft.training.config import LOSS_KEYWORDS, LossConfig
 from jaxft.training.optimizer_config import OptimizerConfig, ParameterGroupConfig
 
@@ -93,7 +93,7 @@ def make_policy_loss(config: LossConfig) -> PolicyLoss:
         return loss
     if not has_kl:
         del keywords["kl"], keywords["beta"]
-    given = config.function.accepted({name: value for name, value in keywords.items() if value is not None})
+    given = config.function.select_keywords({name: value for name, value in keywords.items() if value is not None})
     return bind_loss(config.function, {**given, **config.options})
 
 
@@ -108,7 +108,7 @@ def bind_loss(function: Function, options: Mapping[str, Any]) -> PolicyLoss:
     ) -> tuple[Array, Metrics]:
         given = {"logprobs": logprobs, "advantages": advantages, "completion_mask": completion_mask, **tables}
         given["old_logprobs"] = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
-        returned = function.call(**function.accepted(given), **options)
+        returned = function.call(**function.select_keywords(given), **options)
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
             raise TypeError(f"returned {type(returned).__name__}; wanted (loss, metrics), metrics a dict")
         value, metrics = returned
@@ -159,7 +159,7 @@ def _make_group(config: OptimizerConfig, group: ParameterGroupConfig) -> optax.G
         **({"b2": config.b2} if config.b2 != defaults.b2 else {}),
     }
     function = OPTIMIZERS[config.name] if config.function is None else config.function.call
-    made = function(**accepted(function, settings), **config.options)
+    made = function(**select_keywords(function, settings), **config.options)
     if not isinstance(made, optax.GradientTransformation):
         raise TypeError(f"returned {made!r:.50}; wanted an optax transformation")
     return made
@@ -213,7 +213,9 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     """Return the schedule, updates counted from 0: linear warm-up, then constant, or linear or cosine decay."""
     rate, warmup = config.learning_rate, config.warmup_updates
     if isinstance(config.schedule, Function):
-        return config.schedule.call(**config.schedule.accepted({"learning_rate": rate}), **config.schedule_options)
+        return config.schedule.call(
+            **config.schedule.select_keywords({"learning_rate": rate}), **config.schedule_options
+        )
     if config.decay_updates is None:
         after = optax.constant_schedule(rate)
     elif config.schedule == "linear":

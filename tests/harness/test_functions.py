@@ -48,7 +48,7 @@ def test_a_name_and_its_digest_load_as_the_function():
     again = TypeAdapter(NamedFunction).validate_python(str(function))
     assert again == function and again.is_pinned and str(again) == str(function)
     assert function.required == ("logprobs", "advantages", "completion_mask", "denominators")
-    assert function.accepted({"strength": 2.0, "beta": 1.0}) == {"strength": 2.0}
+    assert function.select_keywords({"strength": 2.0, "beta": 1.0}) == {"strength": 2.0}
 
 
 @pytest.mark.parametrize(
