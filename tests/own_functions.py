@@ -95,6 +95,21 @@ def by_step(rewards, step_rewards):
     return rewards if step_rewards is None else np.nan_to_num(step_rewards)
 
 
+def running_sum(step_rewards):
+    """Sums of later step rewards, which has to be there."""
+    return np.nancumsum(step_rewards[:, ::-1], axis=1)[:, ::-1]
+
+
+def any_keyword(rewards, **others):
+    """Rewards that their mean is taken from."""
+    return rewards - np.nanmean(rewards)
+
+
+def of_tokens_alone(token_rewards):
+    """Rewards of tokens, without a mask."""
+    return token_rewards
+
+
 def too_few(rewards):
     """One advantage for all."""
     return rewards[:1]

@@ -249,6 +249,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         loss = self.adapter_config.loss
         if loss.is_policy_loss:
             return {}
+        loss = loss.model_copy(update={"min_reward": None})
         data, _ = gather(trajectories, loss, self.adapter_config.llm, self.policy.template, self._unusable)
         with self._memory_errors():
             return await self.policy.read(lambda params: self.learner.measure(data.rows, params, self.policy.pause))

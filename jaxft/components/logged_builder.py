@@ -7,7 +7,7 @@ offline losses can compare them; the others are groups of one.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from jaxft.components.configs import LoggedTrajectoryBuilderConfig
@@ -59,21 +59,25 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
         Raises:
             DatasetError: rows are of no form, are longer than the context, or cannot be written by the chat template.
         """
-        self.groups = await asyncio.to_thread(self._read, examples)
+        self.groups, self.dropped = await asyncio.to_thread(self._read, examples)
         by_id = {item.id: item for item in examples}
         await super().bind_evaluation(evaluation, [by_id[example_id] for example_id in self.groups])
 
     async def bind_validation(self, validation: Validation) -> None:
         """Store the validation set, and tokenise its rows."""
-        self._held_out = list((await asyncio.to_thread(self._read, validation.examples)).values())
+        groups, _ = await asyncio.to_thread(self._read, validation.examples)
+        if _are_pairs(groups) != _are_pairs(self.groups):
+            raise DatasetError("eval.validation.dataset: preferences beside conversations: both are one of the two")
+        self._held_out = list(groups.values())
         await super().bind_validation(validation)
 
     def held_out(self, run_id: str) -> TrajectoryCollection:
         """Return the rows of the validation set."""
         return TrajectoryCollection(trajectories=self._held_out, run_id=run_id)
 
-    def _read(self, examples: Sequence[EvalInputItem]) -> dict[str, list[Trajectory]]:
-        groups: dict[str, list[Trajectory]] = {}
+    def _read(self, examples: Sequence[EvalInputItem]) -> tuple[dict[str, list[Trajectory]], int]:
+        """Return the groups of these rows, and the number of rows that were left out."""
+        groups, dropped = dict[str, list[Trajectory]](), 0
         owners: dict[str, str] = {}
         faults, kinds = list[str](), set[bool]()
         template, config = self._template.of_thread, self.trajectory_builder_config
@@ -83,13 +87,14 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
                 sequences = logged_sequences(row, template, only_last=config.trained == "last_answer")
                 sequences = [self._fit(each) for each in sequences]
             except _TooLong:
-                self.dropped += 1
+                dropped += 1
                 continue
             except ValueError as error:
                 faults.append(f"row '{item.id}' {error}" if len(faults) < LISTED else "")
                 continue
             kinds.add(row.is_pair)
-            group = item.id if row.reward is None else owners.setdefault(_prompt_key(row), item.id)
+            has_reward = row.reward is not None and not row.is_pair
+            group = owners.setdefault(_prompt_key(row), item.id) if has_reward else item.id
             members = groups.setdefault(group, [])
             members.append(_trajectory(group, len(members), row, sequences))
         if faults:
@@ -98,8 +103,8 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
         if len(kinds) == 2:
             raise DatasetError("logged rows: some are preferences and some are not: give them in two runs")
         if not groups:
-            raise DatasetError(f"logged rows: all {self.dropped} are longer than {self._max_tokens} tokens")
-        return groups
+            raise DatasetError(f"logged rows: all {dropped} are longer than {self._max_tokens} tokens")
+        return groups, dropped
 
     def _fit(self, sequence: TokenSequence) -> TokenSequence:
         """Return a sequence that fits the context, as `long_rows` says."""
@@ -148,13 +153,17 @@ class _TooLong(Exception):
 
 
 def _prompt_key(row: Logged) -> str:
-    """Return what rows of one group have in common: all before the first answer."""
+    """Return what rows of one group have in common: the prompt, and without one all before the first answer."""
     (given,) = row.conversations
-    messages = given.prompt or given.answer
-    if isinstance(messages, list):
-        roles = [each["role"] for each in messages]
-        messages = messages[: roles.index("assistant")] if "assistant" in roles else messages
-    return json.dumps(messages, sort_keys=True)
+    asked: Any = given.prompt
+    if not asked and isinstance(given.answer, list):
+        roles = [each["role"] for each in given.answer]
+        asked = given.answer[: roles.index("assistant")]
+    return json.dumps([asked, row.tools], sort_keys=True)
+
+
+def _are_pairs(groups: Mapping[str, list[Trajectory]]) -> bool:
+    return isinstance(next(iter(groups.values()))[0].episode[0], DPOItem)
 
 
 def _trajectory(example_id: str, generation: int, row: Logged, sequences: list[TokenSequence]) -> Trajectory:

@@ -8,7 +8,15 @@ from typing import Any
 from jaxft import rollout
 from jaxft.components.configs import LocalPolicyConfig
 from jaxft.components.single_turn import InMemoryDatasetConfig
-from jaxft.components.train import LOGGED, TrainResult, formula_field, policy_fields, run_folder
+from jaxft.components.train import (
+    LOGGED,
+    TrainResult,
+    check_rate,
+    default_rate,
+    formula_field,
+    policy_fields,
+    run_folder,
+)
 from jaxft.errors import ConfigError, DatasetError
 from jaxft.files import disk_errors
 from jaxft.harness.config import Config
@@ -60,8 +68,7 @@ def sft(
         JobFailed: an update failed.
         Stopped: Ctrl-C ended the run; the message says how to continue it.
     """
-    given = dict(locals())
-    return _run({"name": "sft"}, **given)
+    return _run({"name": "sft"}, locals())
 
 
 def dpo(
@@ -106,59 +113,46 @@ def dpo(
     Raises:
         ConfigError, DatasetError, ModelFileError, RunDirectoryError, JobFailed, Stopped: as `sft`.
     """
-    given = dict(locals())
-    del given["beta"], given["kind"]
-    return _run({"name": "dpo", "beta": beta, "preference": {"kind": kind}}, **given)
+    return _run({"name": "dpo", "beta": beta, "preference": {"kind": kind}}, locals())
 
 
-def _run(
-    loss: Mapping[str, Any],
-    model: str | Path,
-    rows: Any,
-    *,
-    validation: Any,
-    num_updates: int | None,
-    rows_per_update: int,
-    optimizer: Any,
-    learning_rate: float | None,
-    lora: int | Mapping[str, Any] | None,
-    max_length: int | None,
-    on_epoch_end: Callable[..., Any] | None,
-    seed: int,
-    output_dir: str | Path | None,
-    resume: bool,
-    overrides: Mapping[str, Any] | None,
-) -> TrainResult:
-    policy, items = policy_fields(model), _items("rows", rows)
+def _run(loss: Mapping[str, Any], given: Mapping[str, Any]) -> TrainResult:
+    """Run `sft` or `dpo` with its arguments by name."""
+    policy, items = policy_fields(given["model"]), _items("rows", given["rows"])
+    held_out = [] if given["validation"] is None else _items("validation", given["validation"])
     mapping = parse_yaml(LOGGED.read_text("utf-8"), str(LOGGED))
-    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(items))
-    if validation is not None:
-        held_out = InMemoryDatasetConfig(items=tuple(_items("validation", validation)))
-        mapping["eval"]["validation"] = {"dataset": held_out}
-    mapping["trainer_adapters"]["local"] |= {"loss": dict(loss), "optimizer": formula_field(optimizer)}
-    mapping["trainers"]["loop"] |= {"on_epoch_end": on_epoch_end}
-    if max_length is not None:
+    if held_out:
+        mapping["eval"]["validation"] = {"dataset": InMemoryDatasetConfig(items=tuple(held_out))}
+    check_rate(given["optimizer"], given["learning_rate"])
+    optimizer, rate, lora = formula_field(given["optimizer"]), given["learning_rate"], given["lora"]
+    mapping["trainer_adapters"]["local"] |= {"loss": dict(loss), "optimizer": optimizer}
+    mapping["trainers"]["loop"] |= {"on_epoch_end": given["on_epoch_end"]}
+    if given["max_length"] is not None:
         mapping["trajectory_builders"]["rows"] |= {"long_rows": "truncate"}
     if lora is not None:
         mapping["llms"]["policy"]["lora"] = dict(lora) if isinstance(lora, Mapping) else {"rank": lora}
-    if learning_rate is None:
-        learning_rate = 3e-3 if "preset" in policy else 1e-5
+    updates, size = given["num_updates"], given["rows_per_update"]
     fields: dict[str, Any] = {
         **{f"llms.policy.{name}": value for name, value in policy.items()},
-        "trainer_adapters.local.optimizer.learning_rate": learning_rate,
-        "trainers.loop.examples_per_update": rows_per_update,
-        "finetuning.num_epochs": -(-len(items) // rows_per_update) if num_updates is None else num_updates,
-        "finetuning.seed": seed,
+        "trainer_adapters.local.optimizer.learning_rate": default_rate(policy) if rate is None else rate,
+        "trainers.loop.examples_per_update": size,
+        "finetuning.num_epochs": -(-len(items) // size) if updates is None else updates,
+        "finetuning.seed": given["seed"],
     }
 
     def context(config: Config) -> int:
         policy = config.llms["policy"]
         assert isinstance(policy, LocalPolicyConfig)
-        measured = [*items, *(() if validation is None else _items("validation", validation))]
-        longest = max_length or _longest(measured, policy.tokenizer or policy.path)
+        if given["max_length"] is not None:
+            return given["max_length"]
+        longest = _longest([*items, *held_out], policy.tokenizer or policy.path)
         return -(-longest // 16) * 16  # equal shapes for nearly equal rows
 
-    return run_folder(mapping, fields | dict(overrides or {}), output_dir, resume=resume, context=context)
+    fields |= given["overrides"] or {}
+    if not any(name.endswith("min_reward") for name in fields):  # rewards make rows of one prompt one example
+        items = [_without_reward(item) for item in items]
+    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(items))
+    return run_folder(mapping, fields, given["output_dir"], resume=given["resume"], context=context)
 
 
 def _items(name: str, rows: Any) -> list[EvalInputItem]:
@@ -177,6 +171,11 @@ def _items(name: str, rows: Any) -> list[EvalInputItem]:
     if not listed or isinstance(rows, Mapping):
         raise DatasetError(f"{name} is {rows!r:.50}; wanted a list of dictionaries")
     return [EvalInputItem(id=str(index), full_dataset_entry=dict(row)) for index, row in enumerate(listed)]
+
+
+def _without_reward(item: EvalInputItem) -> EvalInputItem:
+    fields = {name: value for name, value in item.full_dataset_entry.items() if name != "reward"}
+    return item.model_copy(update={"full_dataset_entry": fields})
 
 
 def _longest(items: Sequence[EvalInputItem], tokenizer: str | None) -> int:

@@ -41,6 +41,10 @@ SHOWN_FROM = {
 """Metrics behind those, their words, and the values from which on they are shown."""
 
 
+VALIDATION_COLUMNS = {"loss": "loss", "preference_accuracy": "preferred"}
+"""Metrics of a validation on logged rows, and their words."""
+
+
 class RunLog:
     """The logs of one run, open from `start` to `close`.
 
@@ -132,7 +136,7 @@ class RunLog:
         at_k = {name.partition("@")[0]: name for name in row if name.startswith(("pass@", "maj@"))}  # the largest k
         result += "".join(f", {name} {row[name]:.4g}" for name in at_k.values())
         if "loss" in row:
-            measured = ", ".join(f"{name} {row[name]:.4g}" for name in ("loss", "accuracy") if name in row)
+            measured = ", ".join(f"{word} {row[name]:.4g}" for name, word in VALIDATION_COLUMNS.items() if name in row)
             result = f"{measured}, {row['num_examples']} rows" if reward is None else f"{result}; {measured}"
         lost = f"; {failed} episodes failed, the first: {row['first_error']}" if failed else ""
         if row["num_unscorable"]:

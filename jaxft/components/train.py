@@ -114,19 +114,19 @@ def train(
     """
     counts = {"num_generations": num_generations, "examples_per_update": examples_per_update}
     check_keywords(counts | {"max_completion_length": max_completion_length}, columns)
+    check_rate(optimizer, learning_rate)
     if resume and output_dir is None:
         raise ConfigError(["resume: needs output_dir, the folder of the run to continue, as in 'runs/train-1'"])
     examples, policy = read_examples(prompts, columns), policy_fields(model)
     functions = load_reward_functions(reward, examples)
-    if learning_rate is None:
-        learning_rate = 3e-3 if "preset" in policy else 1e-5
+    rate = default_rate(policy) if learning_rate is None else learning_rate
     fields = {
         **{f"llms.policy.{name}": value for name, value in policy.items()},
         "llms.policy.slots": min(num_generations * min(examples_per_update, len(examples)), MOST_SLOTS),
         "workflow.max_tokens": max_completion_length,
         "workflow.temperature": temperature,
         "trajectory_builders.rollouts.num_generations": num_generations,
-        "trainer_adapters.local.optimizer.learning_rate": learning_rate,
+        "trainer_adapters.local.optimizer.learning_rate": rate,
         "trainers.loop.examples_per_update": examples_per_update,
         "finetuning.num_epochs": num_epochs,
         "finetuning.seed": seed,
@@ -181,6 +181,17 @@ def run_folder(
         if output_dir is None and not (folder / CONFIG_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)  # nothing has begun in it
         raise
+
+
+def check_rate(optimizer: Any, learning_rate: float | None) -> None:
+    """Raise a ConfigError for a learning rate beside a whole transformation, which has its own."""
+    if isinstance(optimizer, optax.GradientTransformation) and learning_rate is not None:
+        raise ConfigError([f"learning_rate: is {learning_rate:g}, but the optimizer is a transformation with its own"])
+
+
+def default_rate(policy: Mapping[str, str]) -> float:
+    """Return the learning rate for a model, of random weights or of a checkpoint."""
+    return 3e-3 if "preset" in policy else 1e-5
 
 
 def formula_field(given: Any) -> dict[str, Any]:

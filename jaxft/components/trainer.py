@@ -179,10 +179,10 @@ class LoggedTrainer(Trainer):
             own = await returned if inspect.isawaitable(returned) else returned
         if own is None:
             return
-        metrics = self.log.metrics[run_id]
+        metrics, known = self.log.metrics[run_id], await self.get_metrics(run_id)
         for name, value in own.items() if isinstance(own, Mapping) else [("", own)]:
-            if name in metrics or not (isinstance(name, str) and name and is_number(value)):
-                why = "which the epoch has already" if name in metrics else "wanted are numbers by name, or None"
+            if name in known or not (isinstance(name, str) and name and is_number(value)):
+                why = "which the epoch has already" if name in known else "wanted are numbers by name, or None"
                 raise ComponentError(f"{function.place} returned {name!r}: {value!r:.50}, {why}")
             metrics[name] = float(value)
 

@@ -164,8 +164,8 @@ class Estimator(Protocol):
             group_ids: number of each trajectory's group.
             named_rewards: rewards by the evaluator's names, or those of `reward_weights`.
             lengths: number of trained tokens of each trajectory.
-            step_rewards: rewards of the steps, NaN where there is none; None without step rewards. A function without
-                this parameter is applied to each step's reward to go instead.
+            step_rewards: rewards of the steps, NaN where there is none, an outcome at step 0; None if no trajectory of
+                the job has step rewards. A function without this parameter is applied to each step's reward to go.
             token_rewards: rewards of tokens: an outcome is on its last trained token, that of a step likewise.
             completion_mask: True where the policy chose the token.
             trajectories: trajectory of each sequence.

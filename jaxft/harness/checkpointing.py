@@ -316,7 +316,8 @@ def check_changes(directory: RunDirectory, config: Config, config_file: str) -> 
         if any(fnmatchcase(path, pattern) for pattern in IMMUTABLE)
     ]
     faults += [
-        f"{path}: was {changes[path][0]} and is {function}: to go on with it as it is now, add --set {path}={function}"
+        f"{path}: was {changes[path][0]} and is {function}: to go on with it as it is now, add --set {path}={function} "
+        f"or, in a program, overrides={{{path!r}: '{function}'}}"
         for path, function in _functions(config, "")
         if path in changes and "@" in str(changes[path][0]) and not function.is_pinned
     ]

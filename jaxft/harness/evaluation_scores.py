@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
+import scipy
 from pydantic_core import to_jsonable_python
 
 from jaxft.harness.data_models import EvalInputItem
@@ -196,8 +197,6 @@ def paired_difference(
     >>> paired_difference(["a", "a", "b"], [1.0, 0.0, 1.0], [0.0, 0.0, 1.0])[::3]
     (0.25, 2)
     """
-    from scipy.special import stdtrit  # here, as it takes a second to import and only a comparison needs it
-
     pairs: dict[str, list[float]] = {}
     for example, one, other in zip(examples, first, second, strict=True):
         if one is not None and other is not None:
@@ -207,7 +206,8 @@ def paired_difference(
     differences = [fmean(group) for group in pairs.values()]
     mean, low, high = fmean(differences), None, None
     if len(differences) > 1:
-        margin = float(stdtrit(len(differences) - 1, 0.975)) * stdev(differences) / math.sqrt(len(differences))
+        count = len(differences)
+        margin = float(scipy.special.stdtrit(count - 1, 0.975)) * stdev(differences) / math.sqrt(count)
         low, high = mean - margin, mean + margin
     higher, lower = sum(each > 0 for each in differences), sum(each < 0 for each in differences)
     return PairedDifference(mean, low, high, len(differences), higher, lower)

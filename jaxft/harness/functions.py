@@ -109,7 +109,7 @@ def function_place(function: Callable[..., Any]) -> str:
 
 
 def function_digest(function: Callable[..., Any]) -> str:
-    """Return the digest of a function's source without comments, docstrings and layout; of a partial also its values.
+    """Return the digest of a function's source without comments, docstrings and layout, and of the values it holds.
 
     Where no source can be read, as of a function typed at a prompt, the compiled code stands for it.
     """
@@ -123,9 +123,29 @@ def function_digest(function: Callable[..., Any]) -> str:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:] or [ast.Pass()]
         text = ast.unparse(tree)
-    if isinstance(function, functools.partial):
-        text += repr((function.args, sorted(function.keywords.items())))
+    text += "".join(map(_value_text, _held_values(function)))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGEST_LENGTH]
+
+
+def _held_values(function: Callable[..., Any]) -> list[Any]:
+    """Return the values that a partial, a closure or a callable object holds, in a fixed order."""
+    held: list[Any] = []
+    if isinstance(function, functools.partial):
+        held += [*function.args, *(value for pair in sorted(function.keywords.items()) for value in pair)]
+        function = function.func
+    inner = inspect.unwrap(function)
+    if not inspect.isroutine(inner) and "__dict__" in dir(inner):
+        held += [value for pair in sorted(vars(inner).items()) for value in pair]
+    closure = unwrap(function).__closure__ if inspect.isfunction(unwrap(function)) else None
+    return held + [cell.cell_contents for cell in closure or ()]
+
+
+def _value_text(value: Any) -> str:
+    """Return a value as text; a function by its digest, and one that says where it lies in memory by its type."""
+    if callable(value) and not isinstance(value, type):
+        return function_digest(value)
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
 
 
 def _code_text(code: CodeType) -> str:
@@ -178,6 +198,10 @@ def load_function(given: Any) -> Function:
             f"{text} {what}, so that a resumed run could not tell whether it has changed: write it with `def` at the "
             "top of its module, and what it needs as parameters, for 'options'"
         )
+    try:
+        hash(function)
+    except TypeError:
+        raise ValueError(f"{repr(given)[:100]} has no hash: give its class __hash__, or take a function") from None
     name = str(text) if is_named else function_name(function)
     found = Function(function, name, function_digest(function), is_pinned=bool(digest))
     if digest and digest != found.digest:

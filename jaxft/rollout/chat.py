@@ -382,9 +382,16 @@ class ChatTemplate:
         is_plain = [self._mark_controls(each) for each in messages] == list(messages)
         if not re.search(r"{%-?\s*generation\b", template) or not is_plain:
             return None
-        found = self.tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, return_dict=True, return_assistant_tokens_mask=True
-        )
+        try:
+            found = self.tokenizer.apply_chat_template(
+                [{**each, "role": template_role(each["role"])} for each in messages],
+                tools=list(tools) or None,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                **self._clock(list(tools)),
+            )
+        except Exception as error:  # a template is code of the model's, and may fail in any way
+            raise RequestError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
         return list(found["input_ids"]), [bool(each) for each in found["assistant_masks"]]
 
     def _rendered_answer(self, text: str, asked: str, turn: int) -> str:

@@ -5,6 +5,7 @@ asks it while the device computes the logits, for the answers that have a gramma
 """
 
 import functools
+import importlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -222,10 +223,9 @@ class Compiler:
 def llguidance_package() -> Any:
     """Return the package llguidance, which an extra installs."""
     try:
-        import llguidance  # an extra
-        import llguidance.hf
+        importlib.import_module("llguidance.hf")
+        return importlib.import_module("llguidance")
     except ImportError:
         raise RequestError(
             "constrained answers need the package llguidance: pip install 'jaxft[constrained]'"
         ) from None
-    return llguidance

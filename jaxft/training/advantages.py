@@ -261,6 +261,8 @@ def compute_advantages(
     computed: dict[str, np.ndarray] = {}
     if loss.is_per_token:
         computed = _advantages_per_token(job, credit, mask, k1, loss)
+    elif credit.step_rewards is not None and reads(loss.estimator, "step_rewards"):
+        computed["advantages"] = _own_step_advantages(job, credit, k1, loss)
     else:
         computed["advantages"] = _advantages_per_trajectory(job, credit, k1, loss)[trajectories]
         if credit.step_rewards is not None:  # one of the two is 0, as its rewards are NaN
@@ -300,7 +302,7 @@ def _add_distillation(
 def _own_advantages(
     job: TrainingBatch, credit: CollectedRewards, loss: LossConfig, shape: tuple[int, ...], **rewards: np.ndarray | None
 ) -> np.ndarray:
-    """Return the advantages of an estimator of one's own; 0 where the rewards that they are of are not there.
+    """Return the advantages of an estimator of one's own.
 
     Raises:
         ValueError: they have another shape than `shape`.
@@ -317,6 +319,20 @@ def _own_advantages(
     return found
 
 
+def _own_step_advantages(job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig) -> np.ndarray:
+    """Return the advantages of all tokens by an estimator that reads step rewards; an outcome stands at step 0."""
+    assert credit.step_rewards is not None
+    trajectories, steps = job.trajectories[job.places[0]], credit.step_rewards.copy()
+    has_steps = ~np.isnan(steps).all(axis=1)
+    steps[~has_steps, 0] = credit.rewards[~has_steps]
+    turns = np.where(has_steps[trajectories], job.turns[job.tokens], 0)
+    has_turn = turns >= 0
+    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
+    found = _own_advantages(job, credit, loss, steps.shape, rewards=credit.rewards, step_rewards=steps)
+    found = np.where(np.isnan(steps), 0.0, found)
+    return np.where(has_turn, found[trajectories, turns], 0.0)
+
+
 def _advantages_per_step(job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig) -> np.ndarray:
     assert credit.step_rewards is not None
     step_rewards = credit.step_rewards
@@ -324,14 +340,10 @@ def _advantages_per_step(job: TrainingBatch, credit: CollectedRewards, k1: np.nd
     has_turn, steps = (turns >= 0) & ~np.isnan(step_rewards).all(axis=1)[trajectories], step_rewards.copy()
     np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
     advantages = np.zeros(len(turns))
-    if reads(loss.estimator, "step_rewards"):
-        no_outcomes = np.full(len(steps), np.nan)
-        per_step = _own_advantages(job, credit, loss, steps.shape, rewards=no_outcomes, step_rewards=steps)
-    else:
-        estimator: Any = loss.estimator
-        if isinstance(estimator, Function):
-            estimator = lambda rewards, _: _own_advantages(job, credit, loss, rewards.shape, rewards=rewards)  # noqa: E731
-        per_step = np.asarray(step_advantages(steps, credit.group_ids, estimator, gamma=loss.gamma))
+    estimator: Any = loss.estimator
+    if isinstance(estimator, Function):
+        estimator = lambda rewards, _: _own_advantages(job, credit, loss, rewards.shape, rewards=rewards)  # noqa: E731
+    per_step = np.asarray(step_advantages(steps, credit.group_ids, estimator, gamma=loss.gamma))
     advantages[has_turn] = per_step[trajectories[has_turn], turns[has_turn]]
     return advantages
 

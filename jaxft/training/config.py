@@ -336,8 +336,9 @@ class LossConfig(ConfigModel):
         if self.function is None:
             own -= {"function", "options"}
         else:
-            in_reward = {"beta", "kl"} if self.kl == "k1_in_reward" else set()
-            own -= {name for name in LOSS_KEYWORDS if not self.function.takes(name)} - in_reward
+            elsewhere = {"beta", "kl"} if self.kl == "k1_in_reward" or self.function.takes("ref_logprobs") else set()
+            elsewhere |= {"max_completion_tokens"} if self.overlong_buffer_tokens is not None else set()
+            own -= {name for name in LOSS_KEYWORDS if not self.function.takes(name)} - elsewhere
         if self.is_policy_loss and self.name != "ppo":
             own -= {"gae_lambda", "bootstrap", "value_coef", "value_clip"}
         if self.name == "ppo":

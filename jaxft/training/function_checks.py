@@ -5,7 +5,7 @@
 """
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxft.core.types import Denominators
 from jaxft.errors import one_line
 from jaxft.harness.functions import Function, check_options
 from jaxft.harness.supervision import innermost_user_frame
-from jaxft.training.config import LOSS_KEYWORDS, LossConfig
+from jaxft.training.config import LOSS_KEYWORDS, LossConfig, reads
 from jaxft.training.optimizer_config import OptimizerConfig
 from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
 
@@ -24,13 +24,16 @@ LOSS_TABLES = (
     *("logprobs", "old_logprobs", "advantages", "completion_mask", "ref_logprobs", "policy_weights", "segment_ids"),
     *("trajectory_tokens", "denominators"),
 )
-ESTIMATOR_TABLES = (
-    *("rewards", "group_ids", "named_rewards", "lengths", "step_rewards", "token_rewards", "completion_mask"),
-    *("trajectories", "gamma"),
-)
+ESTIMATOR_TABLES = ("rewards", "group_ids", "named_rewards", "lengths", "step_rewards", "trajectories", "gamma")
+TOKEN_TABLES = ("token_rewards", "completion_mask")
+"""Further tables of estimators that take a `completion_mask`, and so give an advantage per token."""
 OPTIMIZER_SETTINGS = ("learning_rate", "weight_decay", "mask", "b1", "b2")
-TAKEN_METRICS = ("loss", "grad_norm", "applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates")
-"""Names of metrics that every update has."""
+TAKEN_METRICS = (
+    *("loss", "grad_norm", "applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates", "entropy"),
+    *("updates", "learning_rate", "batch_rows", "policy_version", "trained_tokens", "groups", "episodes"),
+)
+TAKEN_PREFIXES = ("reward", "sampler_", "correction_", "seconds", "stale", "unscorable")
+"""Names of metrics, and their beginnings, that a job or an epoch has of itself."""
 
 ROWS, TOKENS = 2, 4
 """Shape of the tables on which functions are tried."""
@@ -41,52 +44,46 @@ Fault = tuple[str, str]
 
 def check_signatures(loss: LossConfig, optimizer: OptimizerConfig) -> Iterator[Fault]:
     """Yield what is wrong with functions of one's own, as far as shapes and parameters tell."""
-    own: list[tuple[str, Function | None, Any]] = [
-        ("loss.function", loss.function, lambda: _check_loss(loss)),
-        ("loss.advantages", _function(loss.estimator), lambda: None),
-        ("optimizer.schedule", _function(optimizer.schedule), lambda: _check_schedule(optimizer)),
-        ("optimizer.function", optimizer.function, lambda: None),
-    ]
-    given = {
-        "loss.function": (*LOSS_TABLES, *LOSS_KEYWORDS),
-        "loss.advantages": ESTIMATOR_TABLES,
-        "optimizer.schedule": ("learning_rate",),
-        "optimizer.function": OPTIMIZER_SETTINGS,
-    }
-    options = {
-        "loss.function": loss.options,
-        "optimizer.schedule": optimizer.schedule_options,
-        "optimizer.function": optimizer.options,
-    }
+
+    def unread() -> None:
+        """Raise a ValueError if the optimizer's function does not take a setting that has been changed."""
+        assert optimizer.function is not None
+        for name in ("weight_decay", "b1", "b2"):
+            is_changed = dict(optimizer)[name] != OptimizerConfig.model_fields[name].default
+            if is_changed and not optimizer.function.takes(name):
+                raise ValueError(f"{optimizer.function.place} takes no '{name}': leave it out")
+
+    rates, tables = optimizer.schedule_options, (*ESTIMATOR_TABLES, *(TOKEN_TABLES if loss.is_per_token else ()))
+    own: Sequence[tuple[str, Any, Mapping[str, Any], Sequence[str], Callable[[], None]]] = (
+        ("loss.function", loss.function, loss.options, (*LOSS_TABLES, *LOSS_KEYWORDS), lambda: _check_loss(loss)),
+        ("loss.advantages", loss.estimator, {}, tables, lambda: None),
+        ("optimizer.schedule", optimizer.schedule, rates, ("learning_rate",), lambda: _check_schedule(optimizer)),
+        ("optimizer.function", optimizer.function, optimizer.options, OPTIMIZER_SETTINGS, unread),
+    )
+
     faults = []
-    for field, function, check in own:
-        if function is None:
+    for field, function, options, given, check in own:
+        if not isinstance(function, Function):
             continue
         try:
-            check_options(function, options.get(field, {}), given[field])
+            check_options(function, options, given)
             check()
         except ValueError as error:
             faults.append((field, str(error)))
     yield from faults
-    if not faults and (optimizer.function is not None or optimizer.options or optimizer.groups):
+    if not faults:
         try:
             _check_optimizer(optimizer)
         except ValueError as error:
             yield "optimizer.function" if optimizer.function is not None else "optimizer", str(error)
 
 
-def _function(chosen: Any) -> Function | None:
-    return chosen if isinstance(chosen, Function) else None
-
-
 def check_values(loss: LossConfig) -> Iterator[Fault]:
     """Yield what is wrong with the values of a loss or an estimator of one's own, on two short rows."""
-    for field, function, check in (
-        ("loss.function", loss.function, _check_loss_values),
-        ("loss.advantages", _function(loss.estimator), _check_advantages),
-    ):
+    own = (("loss.function", loss.function, _check_loss_values), ("loss.advantages", loss.estimator, _check_advantages))
+    for field, function, check in own:
         try:
-            if function is not None:
+            if isinstance(function, Function):
                 check(loss, function)
         except ValueError as error:
             yield field, str(error)
@@ -127,7 +124,7 @@ def _check_loss(config: LossConfig) -> None:
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
             raise ValueError(f"{function.place} returned a loss of shape {value.shape}, {value.dtype}; wanted a scalar")
         for name, metric in metrics.items():
-            if metric.shape != () or name in TAKEN_METRICS:
+            if metric.shape != () or name in TAKEN_METRICS or name.startswith(TAKEN_PREFIXES):
                 why = "whose name is taken" if metric.shape == () else f"of shape {metric.shape}; wanted a scalar"
                 raise ValueError(f"{function.place} returned the metric '{name}', {why}")
 
@@ -150,17 +147,16 @@ def _check_advantages(config: LossConfig, function: Function) -> None:
     """Raise a ValueError unless an estimator gives finite advantages of the shape that it should."""
     job_rewards = np.array([1.0, 0.0, 0.5, np.nan])
     mask = np.arange(3) < np.array([[3], [2], [3], [1]])
-    steps = np.stack([job_rewards, np.zeros(4)], axis=1) if function.takes("step_rewards") else None
+    steps = np.stack([job_rewards, np.zeros(4)], axis=1) if reads(function, "step_rewards") else None
     tables = {
         "rewards": job_rewards,
         "group_ids": np.array([0, 0, 1, 1]),
         "named_rewards": _AnyName(job_rewards),
         "lengths": mask.sum(axis=1),
         "step_rewards": steps,
-        "token_rewards": np.where(mask, 1.0, 0.0),
-        "completion_mask": mask,
         "trajectories": np.arange(4),
         "gamma": config.gamma,
+        **({"token_rewards": np.where(mask, 1.0, 0.0), "completion_mask": mask} if config.is_per_token else {}),
     }
     found = np.asarray(_call(function, lambda: function.call(**function.select_keywords(tables))))
     wanted = mask.shape if config.is_per_token else (4,) if steps is None else steps.shape

@@ -245,7 +245,10 @@ class Learner:
         return merge_metrics(history, counts, AVERAGED_OVER | of_loss)
 
     def measure(self, rows: list[Row], params: Params, pause: Pause = no_pause) -> dict[str, float]:
-        """Return metrics of rows for sft, or of pairs for dpo, without an update: `loss`, and `accuracy` of pairs."""
+        """Return metrics of rows for sft, or of pairs for dpo, without an update.
+
+        These are `loss`, for dpo without its supervised part, and `preference_accuracy` of pairs.
+        """
         self._prepare(params)
         _, reference, _ = self._scorers(params, pause)
         policy = pausing(self._policy_scorer(params), pause)
@@ -263,8 +266,9 @@ class Learner:
         per_answer = [sums(table) / scale for table in (job.batch.old_logprobs, job.batch.ref_logprobs)]
         halves = [jnp.asarray(each[half::2], jnp.float32) for each in per_answer for half in (0, 1)]
         beta = 0.1 if self.loss.beta is None else self.loss.beta
-        found = preference_loss(*halves, beta=beta, kind=self.loss.preference.kind)
-        return {"loss": float(found.losses.mean()), "accuracy": float((found.margins > 0).mean())}
+        kind, smoothing = self.loss.preference.kind, self.loss.preference.label_smoothing
+        found = preference_loss(*halves, beta=beta, kind=kind, label_smoothing=smoothing)
+        return {"loss": float(found.losses.mean()), "preference_accuracy": float((found.margins > 0).mean())}
 
     def _score_kept(
         self,

@@ -13,6 +13,7 @@ A row of the first four may have a `reward`.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -100,12 +101,15 @@ def read_logged(row: Mapping[str, Any]) -> Logged:
         conversations = [Conversation([], _sharegpt(row))]
     else:
         given = row["messages"]
-        weights = [each.get("weight", 1) for each in given] if isinstance(given, Sequence) else []
-        if any(weight not in (0, 1) for weight in weights):
-            raise ValueError(f"a message has the weight {next(w for w in weights if w not in (0, 1))!r}; wanted 0 or 1")
-        plain = [{name: value for name, value in each.items() if name != "weight"} for each in given]
+        if not (isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)):
+            raise ValueError(f"'messages' is {given!r:.50}; wanted a list of messages")
+        weights = [1 if each.get("weight") is None else each["weight"] for each in given]
+        for weight in weights:
+            if weight not in (0, 1):
+                raise ValueError(f"a message has the weight {weight!r:.50}; wanted 0 or 1")
         untrained = tuple(index for index, weight in enumerate(weights) if not weight)
-        conversations = [Conversation([], _answer("messages", plain), untrained)]
+        plain = [{name: value for name, value in each.items() if name != "weight"} for each in given]
+        conversations = [Conversation([], _messages("messages", plain), untrained)]
     for each in conversations:
         _check(each)
     if len(conversations) == 2 and conversations[0].answer == conversations[1].answer:
@@ -115,8 +119,8 @@ def read_logged(row: Mapping[str, Any]) -> Logged:
     except RequestError as error:
         raise ValueError(f"tools: {error}") from None
     reward = row.get("reward")
-    if reward is not None and not is_number(reward):
-        raise ValueError(f"'reward' is {reward!r:.50}; wanted a number")
+    if reward is not None and not (is_number(reward) and math.isfinite(reward)):
+        raise ValueError(f"'reward' is {reward!r:.50}; wanted a finite number, or null")
     return Logged(tuple(conversations), list(tools or ()), None if reward is None else float(reward))
 
 
@@ -196,6 +200,8 @@ def _answer(name: str, given: Any) -> list[dict[str, Any]] | str:
 
 def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+    if not isinstance(row["conversations"], list):
+        raise ValueError(f"'conversations' is {row['conversations']!r:.50}; wanted a list")
     for index, each in enumerate(row["conversations"]):
         role = SHAREGPT_ROLES.get(str(each.get("from"))) if isinstance(each, Mapping) else None
         if role is None:

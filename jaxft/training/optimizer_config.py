@@ -81,7 +81,8 @@ class OptimizerConfig(ConfigModel):
     @property
     def is_own(self) -> bool:
         """True if something is not of jaxft's own making, and so to be checked."""
-        return bool(self.function or isinstance(self.schedule, Function) or self.options or self.groups)
+        is_usual = self.name in ("adamw", "sgd") and not (self.options or self.groups)
+        return not is_usual or isinstance(self.schedule, Function)
 
     @model_validator(mode="after")
     def _falls_over_some_updates(self) -> "OptimizerConfig":

@@ -222,12 +222,13 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
             f"job '{collection.run_id}' has no pair to train on: {foreign // 2} are of other language models"
         )
     rewards = [trajectory.reward for trajectory in trajectories]
-    metrics = {
+    metrics: dict[str, float] = {
         "pairs_trained": len(rows) // 2,
         "foreign_sequences": foreign,
-        "pair_reward_mean": sum(rewards) / len(rewards),
         "trained_tokens": sum(sum(row.sequence.completion_mask) for row in rows),
     }
+    if any(trajectory.scorable for trajectory in trajectories):
+        metrics["pair_reward_mean"] = sum(rewards) / len(rewards)
     return JobRows(rows, [], metrics, NOTHING_SAMPLED)
 
 

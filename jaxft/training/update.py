@@ -14,6 +14,7 @@ from jaxft.core.correction import sampler_correction
 from jaxft.core.divergence import Teacher
 from jaxft.core.losses import Metrics, policy_loss
 from jaxft.core.objectives import PolicyLoss, dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
+from jaxft.core.partition import POLICY
 from jaxft.core.sharding import constrain, path_text
 from jaxft.core.types import Model, Params
 from jaxft.core.update import LossFn, Update, make_update
@@ -134,7 +135,8 @@ def group_labels(groups: tuple[ParameterGroupConfig, ...], params: Params) -> Pa
     Raises:
         ValueError: no parameter belongs to a group.
     """
-    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    paths = [path_text(path).removeprefix(f"{POLICY}/") for path, _ in leaves]  # beside a value head or a teacher
     numbers = [
         next((i for i, each in enumerate(groups) if fnmatchcase(path, each.pattern)), len(groups)) for path in paths
     ]
@@ -174,7 +176,12 @@ def decayed(params: Params) -> Params:
 
 
 def _muon(
-    learning_rate: optax.Schedule, weight_decay: float, mask: Callable[[Params], Params], **options: Any
+    learning_rate: optax.Schedule,
+    weight_decay: float,
+    mask: Callable[[Params], Params],
+    b1: float = 0.9,
+    b2: float = 0.999,
+    **options: Any,
 ) -> optax.GradientTransformation:
     """Return Muon for the matrices of the layers, stacked or not, and AdamW for embeddings, heads, norms and biases."""
 
@@ -186,6 +193,8 @@ def _muon(
         learning_rate,
         weight_decay=weight_decay,
         adam_weight_decay=weight_decay,
+        adam_b1=b1,
+        adam_b2=b2,
         weight_decay_mask=mask,
         muon_weight_dimension_numbers=partial(jax.tree_util.tree_map_with_path, axes),
         **options,

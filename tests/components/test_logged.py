@@ -75,7 +75,10 @@ def test_preferences_are_learned_and_measured(tmp_path):
     )
     assert abs(result.history[0]["loss"] - np.log(2)) < 1e-5 and result.history[-1]["preference_accuracy"] == 1.0
     first, last = json.loads((result.output_dir / "validation_history.json").read_text())
-    assert abs(first["loss"] - np.log(2)) < 1e-5 and (last["loss"] < first["loss"], last["accuracy"]) == (True, 1.0)
+    assert abs(first["loss"] - np.log(2)) < 1e-5 and (last["loss"] < first["loss"], last["preference_accuracy"]) == (
+        True,
+        1.0,
+    )
 
 
 def test_rows_with_rewards_and_one_prompt_are_a_group():
@@ -83,6 +86,13 @@ def test_rows_with_rewards_and_one_prompt_are_a_group():
     collection = collect(make_builder(rows))
     assert [[each.reward for each in group] for group in collection.trajectories] == [[0.0, 1.0], [2.0, 3.0]]
     assert [[each.generation for each in group] for group in collection.trajectories] == [[0, 1], [0, 1]]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    asked = [
+        {"prompt": [*turns, {"role": "user", "content": text}], "completion": turns[1:], "reward": 1} for text in "xy"
+    ]
+    pairs = [pair | {"reward": 1.0} for pair in PAIRS[:2]]
+    for rows in (asked, pairs):  # other last questions; pairs are no group
+        assert [len(group) for group in collect(make_builder(rows)).trajectories] == [1, 1]
     assert [len(group) for group in collect(make_builder(ROWS), ["3", "1"]).trajectories] == [1, 1]
 
 

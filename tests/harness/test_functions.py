@@ -1,6 +1,7 @@
 """Functions that a configuration names: how they are found, what tells that one has changed, and what is refused."""
 
 import functools
+from dataclasses import dataclass
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -69,6 +70,26 @@ def test_what_is_no_function_is_refused(given, message):
     with pytest.raises(ValidationError) as error:
         TypeAdapter(NamedFunction).validate_python(given)
     assert message in str(error.value)
+
+
+def test_values_that_a_function_holds_are_in_its_digest():
+    def made(factor, inner=own_functions.pull):
+        return functools.partial(own_functions.pull, strength=factor, inner=inner)
+
+    assert function_digest(made(1.0)) == function_digest(made(1.0)) != function_digest(made(2.0))
+    assert function_digest(made(1.0, own_functions.alone)) != function_digest(made(1.0))
+    assert function_digest(own_functions._made(1.0)) != function_digest(own_functions._made(2.0))
+    assert function_digest(Scaled(1.0)) == function_digest(Scaled(1.0)) != function_digest(Scaled(2.0))
+    with pytest.raises(ValueError, match="has no hash"):
+        load_function(Scaled(1.0))
+
+
+@dataclass
+class Scaled:
+    factor: float
+
+    def __call__(self, logprobs):
+        return self.factor * logprobs.sum(), {}
 
 
 def test_equal_options_have_equal_hashes():

@@ -9,8 +9,8 @@ from jaxft.core.advantages import step_advantages
 from jaxft.core.update import init_train_state
 from jaxft.training.config import LossConfig
 from jaxft.training.function_checks import _tables, check_signatures, check_values
-from jaxft.training.optimizer_config import OptimizerConfig
-from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
+from jaxft.training.optimizer_config import OptimizerConfig, ParameterGroupConfig
+from jaxft.training.update import group_labels, make_optimizer, make_policy_loss, make_schedule
 from tests.training.test_advantages import found
 
 OWN = "tests.own_functions:"
@@ -105,6 +105,33 @@ def test_an_estimator_gets_named_rewards_lengths_and_steps(make_group):
     assert [sorted(set(each) - {0.0}) for each in got] == [[1.0, 5.0], [2.0, 6.0]]  # 0 on the prompt
 
 
+def test_an_estimator_of_steps_gets_a_table_with_outcomes_at_step_0(make_group):
+    groups = [make_group(1.0, 3.0, shaped_rewards=[[1.0, 5.0], [2.0, 6.0]]), make_group(7.0, 9.0)]
+    got = found(groups, advantages=OWN + "running_sum").advantages
+    assert [sorted(set(each) - {0.0}) for each in got] == [[5.0, 6.0], [6.0, 8.0], [7.0], [9.0]]
+
+
+def test_an_estimator_may_take_any_keyword(make_group):
+    assert not list(check_values(LossConfig(advantages=OWN + "any_keyword")))
+    assert [set(each) for each in found([make_group(1.0, 3.0)], advantages=OWN + "any_keyword").advantages] == [
+        {-1},
+        {1},
+    ]
+
+
+def test_token_rewards_are_for_estimators_of_tokens():
+    assert (
+        "takes 'token_rewards', which is not given"
+        in faults({"advantages": OWN + "of_tokens_alone"})["loss.advantages"]
+    )
+
+
+def test_penalties_and_references_go_with_a_loss_of_ones_own():
+    own = {"function": OWN + "pull", "overlong_buffer_tokens": 4, "max_completion_tokens": 8}
+    assert LossConfig(**own).max_completion_tokens == 8
+    assert faults({"function": OWN + "with_reference", "beta": 0.1}) == {}
+
+
 def test_steps_take_any_function_of_rewards_and_groups():
     table, groups = [[1.0, 2.0], [3.0, 0.0]], [0, 0]
     first = step_advantages(table, groups, "group_mean")
@@ -121,6 +148,7 @@ def test_steps_take_any_function_of_rewards_and_groups():
             "did you mean 'strength'?",
         ),
         ({"options": {"epsilon": 1e-6}}, "optimizer", "cannot be made with these options"),
+        ({"function": OWN + "sign_descent", "weight_decay": 0.1}, "optimizer.function", "takes no 'weight_decay'"),
         ({"schedule": OWN + "halving"}, "optimizer.schedule", "takes 'every', which is not given and no option"),
     ],
 )
@@ -135,6 +163,7 @@ def test_an_optimizer_that_cannot_be_used_is_refused(optimizer, field, message):
         {"function": OWN + "sign_descent", "options": {"strength": 2.0}},
         {"name": "lion", "options": {"mu_dtype": "bfloat16"}},
         {"name": "muon", "options": {"consistent_rms": 0.2}, "weight_decay": 0.1},
+        {"name": "muon", "b1": 0.8, "b2": 0.9},
         {"name": "schedule_free", "warmup_updates": 3},
         {
             "schedule": "optax:exponential_decay",
@@ -178,6 +207,12 @@ def test_groups_have_a_rate_and_a_decay_of_their_own():
     np.testing.assert_array_equal(after["embed"], params["embed"])
     np.testing.assert_array_equal(after["layers"]["scale"], params["layers"]["scale"])
     np.testing.assert_allclose(after["layers"]["kernel"], 2.0 - 0.1 * 2.0 * 0.5 * 2.0, rtol=1e-6)
+
+
+def test_groups_of_a_policy_beside_a_value_head_have_its_paths():
+    groups = (ParameterGroupConfig(pattern="embed"),)
+    labels = group_labels(groups, {"policy": {"embed": 1.0, "head": 1.0}, "value_head": {"kernel": 1.0}})
+    assert labels == {"policy": {"embed": "0", "head": "1"}, "value_head": {"kernel": "1"}}
 
 
 def test_a_group_without_parameters_is_refused():

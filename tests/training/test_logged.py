@@ -36,6 +36,7 @@ SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
     [
         ({"messages": TURNS}, ["a<|end|>b<|end|>"]),
         ({"messages": [USER, ANSWER | {"weight": 0}, *TURNS[2:]]}, ["b<|end|>"]),
+        ({"messages": [USER | {"weight": None}, ANSWER | {"weight": None}]}, ["a<|end|>"]),
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}], "system": "s"},
             ["a<|end|>"],
@@ -89,8 +90,12 @@ def test_a_template_that_marks_answers_is_believed(template):
         ({"messages": [USER, USER, ANSWER]}, "message 1 is of the user, after one of the user"),
         ({"messages": [USER, {"role": "assistant", "content": " "}]}, "message 1, of the assistant, is empty"),
         ({"messages": [USER, ANSWER | {"weight": 2}]}, "has the weight 2; wanted 0 or 1"),
+        ({"messages": "q a"}, "'messages' is 'q a'; wanted a list of messages"),
+        ({"messages": ["q"]}, "wanted a list of messages"),
+        ({"conversations": "q"}, "'conversations' is 'q'; wanted a list"),
+        ({"messages": [USER, ANSWER], "reward": float("nan")}, "wanted a finite number"),
         ({"messages": [USER, ANSWER], "tools": [{}]}, "tools: "),
-        ({"messages": [USER, ANSWER], "reward": "good"}, "'reward' is 'good'; wanted a number"),
+        ({"messages": [USER, ANSWER], "reward": "good"}, "'reward' is 'good'; wanted a finite number"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, "'from', one of human, user, gpt"),
         ({"prompt": "q", "completion": [ANSWER]}, "both are one of the two"),
         ({"prompt": "q", "completion": ""}, "'completion' is empty"),
