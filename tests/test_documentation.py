@@ -81,6 +81,7 @@ NOT_RUN = {
     "python benchmarks/compare.py": "tests/benchmarks/test_compare.py does every case",
     "python benchmarks/report.py": "tests/benchmarks/test_report.py calls it",
     "XLA_PYTHON_CLIENT_MEM_FRACTION=.92 python": "the suite for the CPU is the same program",
+    "python experiments/logs_to_agent.py": "minutes; docs/logged-data.md and examples/ten_lines.py make its calls",
     "python experiments/tool_use/tool_use.py": "tests/test_tool_use.py runs an agent of it",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
@@ -122,7 +123,6 @@ ADDED = {
     "python experiments/tic_tac_toe.py --list": "--dry-run",
     "python experiments/arithmetic.py": f"{SUMS} --set llms.policy.slots=64",
     # They differ from tic_tac_toe.py in their opponents and rewards; configuration and imports are looked at.
-    "python experiments/logs_to_agent.py": "--shrink 300",
     "python experiments/perfect_opponent.py": "--seeds 1 --dry-run",
     "python experiments/doors.py": "--seeds 1 --dry-run",
     "python experiments/dpo_tic_tac_toe.py": "--seeds 1 --dry-run",
@@ -143,7 +143,9 @@ BEFORE = {
 REPEATED = {
     "README.md, Python 1": "examples/ten_lines.py, of the commands of this page",
     "README.md, commands 2": "docs/agents.md, commands 1, and tests/report/test_report.py have these verbs",
-    "docs/agents.md, commands 2": "chat, as in commands 1",
+    "docs/agents.md, commands 2": "tests/harness/test_commands.py evaluates with such options",
+    "docs/agents.md, commands 3": "tests/components/test_model_source.py evaluates runs against others",
+    "docs/agents.md, commands 4": "chat, as in commands 1",
     "docs/experiments.md, commands 3": "tests/components/test_distillation.py has a teacher",
     "docs/extending.md, commands 1": "tests/test_examples.py installs and runs the example",
     "docs/index.md, Python 1": "examples/ten_lines.py",
