@@ -133,5 +133,5 @@ async def watch(write: Callable[..., WrittenReport], show: Callable[[str], None]
                 return written
             await asyncio.sleep(seconds)
     except asyncio.CancelledError:
-        write()  # this page no longer loads itself again
+        write()  # the last page does not reload itself
         raise

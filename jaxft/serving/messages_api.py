@@ -216,7 +216,7 @@ class MessagesRequest(APIRequest):
 class CountTokensRequest(MessagesRequest):
     """A request to count the tokens of messages."""
 
-    max_tokens: Ignored = Field(None, description="Nothing is sampled.")
+    max_tokens: Ignored = Field(None, description="Limit of an answer; a count samples none.")
     stream: Annotated[Any, Refused("a count comes whole", False)] = None
 
 

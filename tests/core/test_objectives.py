@@ -167,7 +167,7 @@ ANSWERS = np.array([[2, 0, 1], [2, 0, 2], [2, 1, 0]])
 
 
 def test_the_gradient_within_supports_is_that_of_enumeration():
-    """Of the expected reward of answers that a grammar limits; the logits of forbidden tokens get none."""
+    """The gradient is that of the expected reward over the allowed answers; forbidden tokens' logits have none."""
     rewards = np.array([1.0, -2.0, 0.5])
     model = jaxft.from_function(lambda params, tokens, positions: params["logits"][tokens])
 

@@ -69,7 +69,7 @@ def blocked(policy):
 
 
 def test_a_synchronous_client_gets_what_llm_chat_gives_and_records_it(llm, sync_client):
-    """Those that are not synchronous: test_dialects.py."""
+    """Synchronous clients stream the answer; tests/serving/test_dialects.py has the asynchronous ones."""
     options = {"max_tokens": 8, "temperature": 0.9, "stop": ["\x00never"]}
     episode, whole, streamed = (make_episode() for _ in range(3))
     reply = run(llm.chat(QUESTION, **options), episode)

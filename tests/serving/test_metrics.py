@@ -1,4 +1,4 @@
-"""What a server tells those who run it: metrics, ids of requests and log lines."""
+"""Metrics, request ids and log lines of a server."""
 
 import asyncio
 import logging
