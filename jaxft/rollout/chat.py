@@ -106,12 +106,6 @@ class ChatTemplate:
         found = self._controls.match(text.rpartition(PLACEHOLDER)[2])
         return str(self.tokenizer.eos_token) if found is None else found[0]
 
-    @functools.cached_property
-    def _writes_answers_as_they_are(self) -> bool:
-        """True if the template writes an answer and its end token right behind the prompt that asked for it."""
-        prompt, text = self._example([QUESTION], asks=True), self._example([QUESTION, ANSWER], asks=False)
-        return bool(prompt) and text.startswith(prompt + PLACEHOLDER + self.end_of_turn)
-
     def _example(self, messages: Sequence[Message], *, asks: bool) -> str:
         """Return a rendered conversation; empty if the template is one of other conversations, and refuses it."""
         try:
@@ -323,6 +317,8 @@ class ChatTemplate:
     ) -> tuple[list[int], list[bool]]:
         """Return a conversation as ids for supervised finetuning, and a mask: True on answers and their end tokens.
 
+        Answers are as the template writes them in the whole conversation, which ends with the last trained one.
+
         Args:
             messages: the conversation.
             tools: functions that its answers may call.
@@ -330,7 +326,8 @@ class ChatTemplate:
 
         Raises:
             ValueError: the conversation begins with the assistant, does not end with it, holds something else than
-                text and tool calls, or the template does not append turns to the turns before.
+                text and tool calls, or the template does not append turns to the turns before, or leaves something of
+                an answer out.
         """
         given = canonical_messages(messages)
         if given[0]["role"] == "assistant" or given[-1]["role"] != "assistant":
@@ -340,34 +337,28 @@ class ChatTemplate:
             marked = self._marked_conversation(given, tools)
             if marked is not None:
                 return marked
+        text = self._render(given, tools, {}, add_generation_prompt=False)
         ids: list[int] = []
         mask: list[bool] = []
         rendered = ""
-        for turn, message in enumerate(given):
-            if message["role"] != "assistant":
-                continue
+        for turn in sorted(answers):
+            is_trained = trained is None or turn in trained
+            if not (is_trained or rendered):
+                continue  # context of later answers, however the template writes it
             asked = self._render(given[:turn], tools, {}, add_generation_prompt=True)
-            if not asked.startswith(rendered):
+            if not (asked.startswith(rendered) and text.startswith(asked)):
                 raise ValueError(
-                    f"the chat template rewrites what came before message {turn}; it cannot be learned in one row"
+                    f"the chat template rewrites what came before message {turn}, or writes it elsewhere than behind "
+                    "its prompt, so it cannot be learned in one row: train the last answer alone"
                 )
-            content, end = self._mark(message["content"]), self.end_of_turn
-            answer = content + end
-            is_rewritten = "tool_calls" in message or "reasoning_content" in message
-            if is_rewritten or content != content.strip() or not self._writes_answers_as_they_are:
-                text = self._render(given[: turn + 1], tools, {}, add_generation_prompt=False)
-                if is_rewritten:
-                    answer = self._rendered_answer(text, asked, turn)
-                elif text.startswith(asked) and not text.startswith(asked + answer):
-                    # Some templates strip the answer, or write a space before it.
-                    said, found, _ = text[len(asked) :].partition(end)
-                    answer = said + end if found and said.strip() == content.strip() else answer
-            context_ids = self._encode_after(ids, asked[len(rendered) :])
-            ids += context_ids
-            answer_ids = self._encode_after(ids, answer)
-            ids += answer_ids
-            mask += [False] * len(context_ids) + [trained is None or turn in trained] * len(answer_ids)
-            rendered = asked + answer
+            if is_trained:
+                context_ids = self._encode_after(ids, asked[len(rendered) :])
+                ids += context_ids
+                answer = self._rendered_answer(given, turn, tools, asked, text)
+                answer_ids = self._encode_after(ids, answer)
+                ids += answer_ids
+                mask += [False] * len(context_ids) + [True] * len(answer_ids)
+                rendered = asked + answer
         return ids, mask
 
     def _marked_conversation(
@@ -394,15 +385,31 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
         return list(found["input_ids"]), [bool(each) for each in found["assistant_masks"]]
 
-    def _rendered_answer(self, text: str, asked: str, turn: int) -> str:
-        """Return the last message of a rendered conversation, up to its end token; it is message `turn`."""
-        end = text.rfind(self.end_of_turn)
-        if not text.startswith(asked) or end < len(asked):
+    def _rendered_answer(
+        self, messages: Sequence[Message], turn: int, tools: Sequence[Tool], asked: str, text: str
+    ) -> str:
+        """Return message `turn` as it stands behind its prompt `asked` in the rendered conversation, with its end."""
+        message, behind = messages[turn], text[len(asked) :]
+        content = self._mark(message["content"]).strip()
+        end = re.compile(f"(?<!{MARKED}){re.escape(self.end_of_turn)}")  # text that spells it is marked
+        if "tool_calls" in message or "reasoning_content" in message:
+            # They may hold end tokens, and what later turns leave out of them would be learned as left out.
+            own = self._render(messages[: turn + 1], tools, {}, add_generation_prompt=False)
+            ends = [found.end() for found in end.finditer(own)]
+            answer = own[len(asked) : ends[-1] if ends else 0]
+            is_whole = answer != "" and own.startswith(asked) and behind.startswith(answer)
+        else:
+            answer = end.split(behind, 1)[0]
+            is_whole = content in answer
+            if answer == behind:  # the template writes no end tokens
+                answer = answer[: answer.find(content) + len(content)]
+            answer += self.end_of_turn
+        if not is_whole:
             raise ValueError(
-                f"the chat template writes tool calls or reasoning of message {turn} elsewhere than in "
-                "the answer, so they cannot be learned"
+                f"the chat template leaves out text, tool calls or reasoning of message {turn}, or writes them "
+                "elsewhere than in the answer, so they cannot be learned; reasoning belongs into reasoning_content"
             )
-        return text[len(asked) : end + len(self.end_of_turn)]
+        return answer
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
         """Return the text of sampled ids, without control tokens and stop tokens."""

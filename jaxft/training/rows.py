@@ -410,10 +410,8 @@ def _tokenise_episode(trajectory: Trajectory, template: ChatTemplate) -> TokenSe
 
 
 def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_last: bool) -> TokenSequence:
-    ids, mask = template.conversation([{"role": role, "content": content} for role, content in said])
-    if only_last:
-        start = len(mask) - mask[::-1].index(False)
-        mask = [position >= start for position in range(len(mask))]
+    messages = [{"role": role, "content": content} for role, content in said]
+    ids, mask = template.conversation(messages, trained={len(messages) - 1} if only_last else None)
     zeros = [0.0] * len(ids)
     return TokenSequence(
         tokens=list(ids),

@@ -2,7 +2,6 @@ import dataclasses
 import json
 import re
 from datetime import datetime
-from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -345,20 +344,27 @@ def test_conversations_that_cannot_be_learned_are_refused(template, messages, me
         template.conversation(messages)
 
 
-def test_a_template_that_rewrites_the_past_cannot_be_learned(tokenizer):
+WRITES_EACH = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}"
+DROPS = WRITES_EACH.replace("m['content']", "(m['content'] if loop.last else '')")
+OPENS = WRITES_EACH.replace("{% endfor %}", "{% endfor %}{% if add_generation_prompt %}<think>{% endif %}")
+
+
+@pytest.mark.parametrize(
+    ("text", "trained", "message"),
+    [
+        ("{{ messages | length }}" + WRITES_EACH, None, "rewrites what came before message 1"),
+        (DROPS, {3}, "rewrites what came before message 3"),
+        (WRITES_EACH.replace("m['content']", "m['role']"), None, "leaves out text, .* of message 1"),
+        (OPENS, {3}, "or writes it elsewhere"),  # an answer would be learned inside of the thought
+    ],
+)
+def test_answers_that_a_template_writes_elsewhere_cannot_be_learned(text, trained, message):
     rewriting = load_tokenizer()
-    rewriting.chat_template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}<|end|>{% endfor %}"
-    template = ChatTemplate(rewriting, (END,))
-    with pytest.raises(ValueError, match="before message 3"):
-        template.conversation([user("x"), assistant("a"), user("y"), assistant("b")])
-
-
-@pytest.mark.parametrize("text", ["<q>other<a>x<end>", "<q>asked<a>x"])
-def test_answers_that_a_template_writes_elsewhere_cannot_be_learned(text):
-    template = SimpleNamespace(end_of_turn="<end>")
-    assert ChatTemplate._rendered_answer(template, "<q>asked<a>x<end>\n", "<q>asked<a>", 1) == "x<end>"
-    with pytest.raises(ValueError, match="of message 1 elsewhere than in the answer"):
-        ChatTemplate._rendered_answer(template, text, "<q>asked<a>", 1)
+    rewriting.chat_template = text
+    with pytest.raises(ValueError, match=message):
+        ChatTemplate(rewriting, (END,)).conversation(
+            [user("x"), assistant("a"), user("y"), assistant("b")], (), trained
+        )
 
 
 def test_chatml_continues_what_was_sampled_and_not_how_it_is_spelled(chatml):
