@@ -3,18 +3,15 @@
     python benchmarks/constrained.py [--model qwen3-2m] [--vocabulary 150000] [--steps 32] [--out result.json]
 
 Both run in turn in one process, on the same engine, and the other rows sample the same tokens. On two CPU cores with
-qwen3-2m it takes two minutes. Memory comes in huge pages (`GLIBC_TUNABLES=glibc.malloc.hugetlb=1`, for both sides):
-a constrained step is a call of its own, whose temporary arrays are else mapped page by page. Expect a ratio of 1.1 to
-1.3; on a machine that others use, that of the CPU time is the steadier one.
+qwen3-2m it takes two minutes. Expect a ratio below 1.1; on a machine that others use, that of the CPU time is the
+steadier one.
 """
 
 import argparse
 import asyncio
 import json
-import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +34,6 @@ from jaxft.rollout.tokenizer import BYTE_OF_CHARACTER
 from timing import in_turn
 
 ROWS, CONSTRAINED = 64, 8
-HUGE_PAGES = "glibc.malloc.hugetlb=1"
 PROMPT_TOKENS = 16
 SCHEMA = {
     "type": "object",
@@ -152,8 +148,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    if os.environ.get("GLIBC_TUNABLES") is None:  # which glibc reads when a process begins
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"GLIBC_TUNABLES": HUGE_PAGES})
     record = measure(given.model, given.vocabulary, given.steps, given.repeats)
     for name, milliseconds in record["median"].items():
         print(f"{name:12} {milliseconds:8.2f} ms a step")

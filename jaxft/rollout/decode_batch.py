@@ -144,7 +144,7 @@ def advance(
     return cache, slots, sampled, active
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=2)
+@partial(jax.jit, static_argnums=0, donate_argnums=(2, 6), keep_unused=True)
 def compute_logits(
     model: Model,
     params: Params,
@@ -152,39 +152,40 @@ def compute_logits(
     slots: DecodeBatch,
     tables: Int[Any, "B C"],
     chosen: Bool[Any, "R"] | Int[Any, "P"],
+    old_logits: Float[Array, "B V"] | None,
 ) -> tuple[Cache, Float[Array, "B V"]]:
-    """Compute the logits of one token of some slots, while the host makes their masks; return pages and logits."""
+    """Compute the logits of one token of some slots, while the host makes their masks; return pages and logits.
+
+    Args:
+        model, params, cache, slots, tables, chosen: as for `advance`.
+        old_logits: those of an earlier step, whose memory these take; None for new memory.
+    """
     return next_logits(model, params, cache, tables, _chosen(slots, chosen)[1])
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(3, 4))
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def advance_masked(
     model: Model,
     is_filtered: bool,
-    params: Params,
-    cache: Cache,
     slots: DecodeBatch,
-    tables: Int[Any, "B C"],
     chosen: Bool[Any, "R"] | Int[Any, "P"],
     masks: Masks,
-    logits: Float[Array, "B V"] | None,
-) -> tuple[Cache, DecodeBatch, SampledTokens, Bool[Array, "B"]]:
-    """Decode one token of some slots, some of them from masked logits; see `advance`.
+    logits: Float[Array, "B V"],
+) -> tuple[DecodeBatch, SampledTokens, Bool[Array, "B"]]:
+    """Draw one token of some slots, some of them from masked logits; see `advance`.
 
     Args:
-        model, is_filtered, params, cache, slots, tables, chosen: as for `advance`.
+        model, is_filtered, slots, chosen: as for `advance`.
         masks: numbers of the masked rows of this program, and their masks.
-        logits: those of `compute_logits`; None to compute them here.
+        logits: those of `compute_logits`.
     """
     taken, state, is_chosen = _chosen(slots, chosen)
     was_active = state.active
-    if logits is None:
-        cache, logits = next_logits(model, params, cache, tables, state)
     state, drawn = draw(model, logits, state, taken.rows, is_filtered=is_filtered, has_supports=True, masks=masks)
     counts, column = was_active.astype(jnp.int32), jax.tree.map(lambda x: x[:, None], drawn)
     sampled = SampledTokens(column.tokens, column.sampler_logprobs, column.behavior_logprobs, counts, column.supports)
     slots, active = _put_chosen(model, slots, taken, state, chosen, is_chosen)
-    return cache, slots, sampled, active
+    return slots, sampled, active
 
 
 def _chosen(slots: DecodeBatch, chosen: Bool[Any, "R"] | Int[Any, "P"]) -> tuple[DecodeBatch, DecodeState, Any]:

@@ -316,9 +316,7 @@ class Engine:
         decoded = [row for _, row in chosen]
         masks = {row.slot: each.constraint.write_mask for each, row in chosen if each.constraint is not None}
         if masks:
-            dispatch = self._runner.advance_masked(
-                params, decoded, masks, -(-self.vocabulary // 32), is_filtered=is_filtered
-            )
+            dispatch = self._runner.advance_masked(params, decoded, masks, self.vocabulary, is_filtered=is_filtered)
         else:
             dispatch = self._runner.advance(params, decoded, num_steps, is_filtered=is_filtered)
         rows = [(running, row.slot, running.attempt) for running, row in chosen]

@@ -6,12 +6,13 @@ are decoded by a program of few rows, so that a long request does not make all r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int, UInt32
 
@@ -96,8 +97,11 @@ class Counts:
 
 @dataclass
 class _Arrays:
+    """The arrays of a runner; `logits` are those of the last masked step, by rows, whose memory the next one takes."""
+
     cache: Cache
     slots: DecodeBatch
+    logits: dict[int, Any] = field(default_factory=dict)
 
 
 WriteMask = Callable[[UInt32[np.ndarray, "W"]], object]
@@ -147,7 +151,7 @@ class ModelRunner:
         self._model = model
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         platform = compute_platform(model.sharding)
-        self._makes_masks_beside = platform != "cpu"
+        self._keeps_logits = platform == "cpu" and model.sharding is None  # a CPU maps new memory page by page
         widest = 1 << (self.columns - 1).bit_length()
         chunks = CHUNK_PAGES.get(platform, CHUNK_PAGES_ELSEWHERE)
         self.chunk_pages = tuple(sorted({min(pages, widest) for pages in chunks}))
@@ -203,6 +207,7 @@ class ModelRunner:
     def advance(self, params: Params, rows: Sequence[PrefillRow], num_steps: int, *, is_filtered: bool) -> Dispatch:
         """Queue programs that decode `num_steps` tokens of each row, and return their results, to be read later."""
         arrays, dispatch = self._make_programs(params), []
+        arrays.logits.clear()
         for slots, is_few, tables, chosen in self._split(rows, num_steps):
             arrays.cache, arrays.slots, *results = advance(
                 self._model, num_steps, is_filtered, params, arrays.cache, arrays.slots, tables, chosen
@@ -215,36 +220,37 @@ class ModelRunner:
         params: Params,
         rows: Sequence[PrefillRow],
         masks: Mapping[int, WriteMask],
-        num_words: int,
+        vocabulary: int,
         *,
         is_filtered: bool,
     ) -> Dispatch:
         """Queue programs that decode one token of each row, while the host makes the masks of some; see `advance`.
 
-        A CPU computes both, and one program writes less to memory than two.
-
         Args:
             params: weights to decode with.
             rows: rows to decode.
             masks: functions that write the packed mask of a slot, by slot.
-            num_words: words of a mask.
+            vocabulary: number of tokens of a mask.
             is_filtered: as for `advance`.
         """
         model, arrays, dispatch = self._model, self._make_programs(params), []
         for slots, is_few, tables, chosen in self._split(rows, 1):
-            logits = None
-            if self._makes_masks_beside:
-                arrays.cache, logits = compute_logits(model, params, arrays.cache, arrays.slots, tables, chosen)
+            given, old = (params, arrays.cache, arrays.slots, tables, chosen), arrays.logits.pop(len(tables), None)
+            if old is None and self._keeps_logits:
+                shape = jax.eval_shape(partial(compute_logits, model), *given, None)[1]
+                old = commit_like(params, jnp.zeros(shape.shape, shape.dtype))
+            arrays.cache, logits = compute_logits(model, *given, old)
+            if self._keeps_logits:
+                arrays.logits[len(tables)] = logits
             masked = [(row if is_few else slot, slot) for row, slot in enumerate(slots) if slot in masks]
             size = len(tables) if self._few_rows is None or len(masked) > self._few_rows else self._few_rows
             numbers: Any = np.full(size, len(tables), np.int32)
             numbers[: len(masked)] = [row for row, _ in masked]
-            allowed = np.zeros((size, num_words), np.uint32)
+            allowed = np.zeros((size, -(-vocabulary // 32)), np.uint32)
             for words, (_, slot) in zip(allowed, masked, strict=False):
                 masks[slot](words)
-            given = tables, chosen, Masks(numbers, allowed), logits
-            arrays.cache, arrays.slots, *results = advance_masked(
-                model, is_filtered, params, arrays.cache, arrays.slots, *given
+            arrays.slots, *results = advance_masked(
+                model, is_filtered, arrays.slots, chosen, Masks(numbers, allowed), logits
             )
             dispatch.append((slots, is_few, results))
         return dispatch
