@@ -15,6 +15,12 @@ def pull(logprobs, advantages, completion_mask, denominators, strength=1.0):
     return token_mean(-strength * advantages * kept, completion_mask, denominators), {"strength": strength}
 
 
+def weighted(logprobs, advantages, completion_mask, denominators, policy_weights):
+    """The loss of REINFORCE on tokens of another sampler."""
+    weights = 1.0 if policy_weights is None else policy_weights
+    return pull(logprobs, weights * advantages, completion_mask, denominators)
+
+
 def with_reference(logprobs, ref_logprobs, completion_mask, denominators, beta):
     """The square of the distance to the reference."""
     away = jnp.where(completion_mask, logprobs - ref_logprobs, 0.0) ** 2

@@ -136,10 +136,18 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Take episodes of up to `max_staleness` versions before, with a correction of the loss, and share the device.
 
         Raises:
-            ConfigError: the loss is dpo or sft, which nothing corrects for staleness, or several processes are to be
-                more than one version behind.
+            ConfigError: nothing corrects the loss for staleness (dpo, sft, and functions that take neither
+                `old_logprobs` nor `policy_weights`), or several processes are to be more than one version behind.
         """
         loss = self.adapter_config.loss
+        function, is_uncorrected = loss.function, loss.correction is None and not loss.has_ratio
+        if function is not None and is_uncorrected and not function.takes("policy_weights"):
+            raise ConfigError(
+                [
+                    f"max_staleness: is {max_staleness}, but {function.place} takes neither old_logprobs nor "
+                    "policy_weights, by which a loss is corrected: take one, or set loss.correction to {name: none}"
+                ]
+            )
         if not loss.is_policy_loss:
             raise ConfigError(
                 [f"max_staleness: is {max_staleness}, but loss {loss.name!r} has no correction: set it to 0"]

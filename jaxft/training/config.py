@@ -255,6 +255,11 @@ class LossConfig(ConfigModel):
         return self.name not in OTHER_LOSSES
 
     @property
+    def has_ratio(self) -> bool:
+        """True if the loss divides by `old_logprobs`; reinforce does not, nor a function without that parameter."""
+        return self.name != "reinforce" if self.function is None else self.function.takes("old_logprobs")
+
+    @property
     def kl_weight(self) -> float:
         """Weight of the KL to the reference; 0 for dpo and sft, which have no KL term."""
         return (self.beta or 0.0) if self.is_policy_loss else 0.0
@@ -318,8 +323,8 @@ class LossConfig(ConfigModel):
         correction = self.correction
         if not self.is_policy_loss or (max_staleness and correction is not None):
             return self
-        if max_staleness:  # reinforce has no ratio
-            correction = CorrectionConfig(name="token_truncate" if self.name == "reinforce" else "ratio")
+        if max_staleness:
+            correction = CorrectionConfig(name="ratio" if self.has_ratio else "token_truncate")
         elif correction is not None and correction.name == "none":
             correction = None
         return self.model_copy(update={"correction": correction})
@@ -355,8 +360,9 @@ class LossConfig(ConfigModel):
             raise config_error(f"{which} has no {', '.join(strange)}: take them out{hint}")
         if self.name == "dpo" and self.beta == 0:
             raise config_error("dpo needs a beta above 0")
-        if self.name == "reinforce" and self.correction is not None and self.correction.name == "ratio":
-            raise config_error("reinforce has no ratio: take correction token_truncate")
+        if self.correction is not None and self.correction.name == "ratio" and not self.has_ratio:
+            which = self.name if self.function is None else self.function.place
+            raise config_error(f"{which} has no ratio: take correction token_truncate")
         return self
 
     @model_validator(mode="after")

@@ -45,6 +45,7 @@ from tests.faults.compare import differences
 
 ROOT = Path(__file__).parents[2]
 SLOW = "0"
+OWN = "tests.own_functions:"
 EXAMPLES = 4
 
 
@@ -482,6 +483,10 @@ def test_several_processes_share_slots_and_devices(monkeypatch):
             {"trainer_adapters__local__loss": {"name": "reinforce", "correction": {"name": "ratio"}}},
             "reinforce has no ratio",
         ),
+        (
+            {"trainer_adapters__local__loss": {"function": f"{OWN}pull", "correction": {"name": "ratio"}}},
+            ") has no ratio",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, capsys, changes, said):
@@ -500,7 +505,10 @@ def test_staleness_is_corrected_unless_the_loss_says_otherwise(policy):
         assert adapter.max_staleness == 1
         return adapter.learner.loss.correction.name
 
-    assert [allow({"name": name}) for name in ("grpo", "reinforce")] == ["ratio", "token_truncate"] and not warnings
+    losses = {"name": "grpo"}, {"name": "reinforce"}, {"function": "jaxft:policy_loss"}, {"function": f"{OWN}weighted"}
+    assert [allow(loss) for loss in losses] == ["ratio", "token_truncate"] * 2 and not warnings
+    with pytest.raises(ConfigError, match=r"max_staleness: is 1, but .pull. .* takes neither old_logprobs"):
+        allow({"function": f"{OWN}pull"})
     assert allow({"name": "grpo", "correction": {"name": "none"}}) == "none"
     assert len(warnings) == 1 and "loss.correction is none with max_staleness 1" in warnings[0]
     with pytest.raises(ConfigError, match="max_staleness: is 1, but loss 'sft' has no correction"):
