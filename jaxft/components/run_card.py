@@ -69,7 +69,7 @@ def run_card(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapt
     text = Template(TEMPLATE.read_text(encoding="utf-8")).render(
         sentences=sentences, **_training(config, directory, adapter)
     )
-    tags = [*(["reinforcement-learning"] if loss.is_policy_loss else []), loss.name]
+    tags = [*(["reinforcement-learning"] if loss.is_policy_loss else []), *([loss.name] if given is None else [])]
     datasets = [data.path] if isinstance(data, HuggingFaceDatasetConfig) and hub_id(data.path) else None
     return make_card(redacted(f"{name} trained with {method}"), redacted(text), base, *tags, datasets=datasets)
 
@@ -86,7 +86,7 @@ def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdap
     devices = Counter(name.rsplit(" (", 1)[0] for name in about.get("devices", []))
     dataset = config.eval.general.dataset
     facts = {
-        "loss": f"`{adapter.loss.name}`",
+        "loss": f"`{adapter.loss.name if adapter.loss.function is None else adapter.loss.function.name}`",
         "trainer": ", ".join(f"`{each.type_name}`" for each in components),
         "agent": f"`{config.workflow.type_name}`",
         "reward": finetuning.reward_function and f"`{finetuning.reward_function.name}`",

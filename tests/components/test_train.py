@@ -63,6 +63,8 @@ def test_the_result_has_history_plot_and_model(whole):
     assert whole.final["reward/digits_best"] == max(row["reward/digits"] for row in whole.history)
     assert repr(whole).startswith(f"TrainResult('{whole.output_dir}': 3 epochs, reward {whole.rewards[0]:.3f} -> ")
     assert repr(jaxft.TrainResult(str(whole.output_dir))) == repr(whole)
+    card = (whole.output_dir / "model" / "README.md").read_text()
+    assert "| loss | `tests.own_functions:pull` |" in card and "- function\n" not in card
     model, params = whole.load()
     before = jaxft.init_model("qwen3-50k", jax.random.key(0, impl="threefry2x32"))[1]
     assert model.config.num_layers == 2

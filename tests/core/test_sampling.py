@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from jaxft.core.logprobs import token_logprobs, unpack_support
 from jaxft.core.sampling import (
     LogitBias,
     SamplingParams,
@@ -18,6 +19,7 @@ from jaxft.core.sampling import (
     sample,
     sampling_params,
 )
+from jaxft.models.bridge import from_function
 
 DRAWS, VOCABULARY = 5_000, 33
 """Shape of the tests of small distributions, which are padded with tokens that have no probability."""
@@ -231,6 +233,33 @@ def test_kept_sets_are_those_of_a_sort():
         most = kept_by_sorting(row, k, min(1.0, p * looser), m * tighter)
         assert np.all((fewest <= kept)[drawable]), f"a token that belongs was cut: {row, k, p, m}"
         assert np.all((kept <= most)[drawable]), f"a token that does not belong was kept: {row, k, p, m}"
+
+
+@jax.jit
+def draw_and_score(logits, later, key_data, params):
+    """Tokens drawn from rows of logits, and their log-probabilities by later ones within what they were drawn from."""
+    drawn = sample(logits, jax.random.wrap_key_data(key_data), params, has_supports=True)
+    model = from_function(lambda params, tokens, positions: params["rows"][tokens])  # row `i` follows token `i`
+    tokens = jnp.stack([jnp.arange(len(logits)), drawn.tokens], axis=1)
+    supports = jnp.pad(drawn.supports[:, None], ((0, 0), (1, 0), (0, 0)))
+    scored = token_logprobs(model, {"rows": later}, tokens, temperature=params.temperature, supports=supports)
+    return drawn, scored.logprobs[:, 1], unpack_support(drawn.supports, logits.shape[1])
+
+
+def test_ratios_of_filtered_tokens_are_those_of_float64():
+    """Both probabilities of a ratio are taken over the tokens that the sampler kept."""
+    draw = np.random.default_rng(4)
+    logits, change = draw.normal(scale=[[[2.0]], [[0.5]]], size=(2, 64, 300)).astype(np.float32)
+    temperature, top_p = draw.uniform(0.5, 1.5, 64).astype(np.float32), draw.uniform(0.3, 0.99, 64).astype(np.float32)
+    params = row_params(temperature, draw.integers(0, 40, 64), top_p, draw.uniform(0.0, 0.05, 64))
+    drawn, scored, kept = jax.device_get(draw_and_score(logits, logits + change, key_data(4, 64), params))
+    for row, token in enumerate(drawn.tokens):
+        now, later = (np.exp(np.float64(x[row]) / np.float64(temperature[row])) for x in (logits, logits + change))
+        filters = params.top_k[row], np.float64(top_p[row]), np.float64(params.min_p[row])
+        np.testing.assert_array_equal(kept[row], kept_by_sorting(now / now.sum(), *filters))
+        for found, mass in ((drawn.behavior_logprobs[row], now), (scored[row], later)):
+            np.testing.assert_allclose(found, np.log(mass[token] / mass[kept[row]].sum()), rtol=1e-6, atol=1e-6)
+    assert np.abs(scored - drawn.behavior_logprobs).max() > 0.5 and kept.sum(axis=1).max() < 300
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A small agent for runs that are killed: two turns, a reward from the tokens alone, and randomness of its own.
 
-With an opponent, that one is asked the same, and its points are taken off.
+Each turn is asked with the options of the configuration, such as filters. With an opponent, that one is asked the same,
+and its points are taken off.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ class KilledAgentConfig(jaxft.WorkflowConfig, name="killed_agent"):
     llm: jaxft.LLMRef
     opponent: jaxft.LLMRef | None = None
     candidates: int = 1
+    options: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     tool_seconds: float = 0.0
 
 
@@ -24,11 +26,11 @@ async def killed_agent(config: KilledAgentConfig, builder: Any) -> Any:
 
     async def answer(example: dict) -> float:
         episode, messages, points = jaxft.episode(), [], []
-        for _ in range(2):
+        for options in config.options:
             question = f"{example['question']} {episode.random.randrange(10)}"
             messages.append({"role": "user", "content": question})
             count = config.candidates if episode.is_training else 1
-            replies = await asyncio.gather(*[llm.chat(messages, max_tokens=6) for _ in range(count)])
+            replies = await asyncio.gather(*[llm.chat(messages, max_tokens=6, **options) for _ in range(count)])
             scores = [sum(token % 2 == 0 for token in reply.token_ids) / len(reply.token_ids) for reply in replies]
             if count > 1:
                 episode.record_candidates(replies, scores)

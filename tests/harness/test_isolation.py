@@ -136,7 +136,8 @@ def use_session(folder, use, written=None, **options):
 
 
 def tokens(outcome):
-    return [(call.token_ids, call.sampler_logprobs, call.functions) for call in outcome.episode.calls]
+    calls = outcome.episode.calls
+    return [(call.token_ids, call.sampler_logprobs, call.reply.completion.supports, call.functions) for call in calls]
 
 
 def open_connections():
@@ -278,9 +279,10 @@ def test_episodes_are_the_same_in_workers(alone, workers, how):
         inside, outside = workers.ways[name], alone[name]
         assert inside.error is None and inside.scores == outside.scores and inside.reward == outside.reward
         if how == "key":  # its thread inherits no names of functions
-            assert [call[:2] for call in tokens(inside)] == [call[:2] for call in tokens(outside)]
+            assert [call[:3] for call in tokens(inside)] == [call[:3] for call in tokens(outside)]
         else:
             assert tokens(inside) == tokens(outside) and len(tokens(inside)) == 2
+            assert all(len(supports) == len(ids) for ids, _, supports, _ in tokens(inside))
         assert inside.episode.step_rewards == outside.episode.step_rewards != {}
         assert inside.item.output_obj == outside.item.output_obj
 

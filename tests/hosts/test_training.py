@@ -141,6 +141,38 @@ def test_two_processes_train_what_one_trains(folder):
     assert "continuing from checkpoint 2" in ended.stdout
 
 
+LOGGED = """
+llms: {policy: {_type: local_policy, preset: qwen3-50k, max_context_tokens: 32, slots: 8, mesh: {data: 1, fsdp: -1}}}
+workflow: {_type: single_turn, llm: policy}
+eval:
+  general: {dataset: &logs {_type: jsonl, file_path: logs.jsonl, structure: {question_key: null, answer_key: null}}}
+  validation: {dataset: *logs, interval: 1}
+trajectory_builders: {rows: {_type: logged_trajectory_builder, llm: policy}}
+trainer_adapters:
+  local: {_type: local_trainer_adapter, llm: policy, optimizer: {name: sgd, learning_rate: 1.0}}
+trainers: {loop: {_type: grpo_trainer, examples_per_update: 4}}
+finetuning: {enabled: true, trainer: loop, trajectory_builder: rows, trainer_adapter: local, num_epochs: 2}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["sft", "dpo"])
+def test_two_processes_measure_held_out_rows_as_one_does(tmp_path, loss):
+    answers = ("completion",) if loss == "sft" else ("chosen", "rejected")
+    rows = [{"prompt": "ab"[: 1 + i % 2]} | {name: name[i:] * (i + 1) for name in answers} for i in range(5)]
+    (tmp_path / "logs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "run.yml").write_text(LOGGED)
+    histories = []
+    for processes in (1, 2):
+        options = f"--set trainer_adapters.local.loss.name={loss} --set finetuning.output_dir=of_{processes}".split()
+        ended = jaxft(tmp_path, "finetune", "--config-file", "run.yml", *options, processes=processes)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        histories.append(json.loads((tmp_path / f"of_{processes}" / "validation_history.json").read_text()))
+    mine, theirs = ([row.pop("loss") for row in history] for history in histories)
+    assert theirs == pytest.approx(mine, rel=1e-5) and len(set(mine)) == 3
+    assert histories[0] == histories[1]  # epochs, and how many pairs are ordered right
+
+
 EVAL = ("eval", "--config-file", "run.yml", "--temperature", "own", "--num-generations", "3")
 
 

@@ -18,6 +18,7 @@ from jaxft.harness.runtime import run_script
 from jaxft.harness.verbs import run_arguments
 from jaxft.report.sweep_runs import SweepRun, divide_machine
 from jaxft.runs.directory import RunDirectory
+from tests.faults.compare import differences
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +106,39 @@ def test_a_signal_stops_all_runs_and_none_is_left_behind(toy):
     assert are_done() == {"seed=4": True, "seed=5": True, "seed=6": True}
     result = json.loads((toy / "runs" / "toy_sweep" / "seed=6" / "result.json").read_text())
     assert (result["games"], result["seed"]) == (7, 6)
+
+
+OWN = """
+- {finetuning.output_dir: shipped}
+- finetuning.output_dir: own
+  trainer_adapters.local.loss.function: "jaxft:policy_loss"
+  trainer_adapters.local.loss.name: function
+  trainer_adapters.local.loss.options: {loss: grpo}
+  trainer_adapters.local.loss.advantages: "jaxft:group_advantages"
+  trainer_adapters.local.optimizer: {function: "optax:adamw", learning_rate: 1e-3}
+"""
+ON_A_MESH = {
+    "llms.policy.mesh": {"data": 2},
+    "trainer_adapters.local.num_minibatches": 2,
+    "trainer_adapters.local.packing": True,
+    "trainers.loop.max_staleness": 1,
+    "finetuning.num_epochs": 3,
+}
+
+
+@pytest.mark.slow
+def test_functions_that_are_the_shipped_ones_train_the_same_bytes(tmp_path):
+    """Two runs of a sweep: adapters, packed, on two devices, four updates for each of three overlapped jobs."""
+    (tmp_path / "runs.yml").write_text(OWN)
+    command = [sys.executable, "-m", "jaxft.cli", "sweep", "--list", "runs.yml", "--config-file"]
+    command += [ROOT / "tests" / "faults" / "lora.yml"]
+    command += [word for name, value in ON_A_MESH.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"XLA_FLAGS": flags}, check=True)
+    found = differences(tmp_path / "own", tmp_path / "shipped")
+    assert found == ["config.yml: bytes differ", "model/README.md: bytes differ"]  # which name the functions
+    rows = [json.loads(line) for line in (tmp_path / "own" / "training_metrics.jsonl").read_text().splitlines()]
+    assert [(row["updates"], row["staleness_max"]) for row in rows] == [(4, 0), (4, 1), (4, 1)]
 
 
 class Process:

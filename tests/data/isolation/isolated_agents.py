@@ -14,6 +14,10 @@ from typing import Any
 
 import jaxft
 
+FILTERED = {"max_tokens": 5, "top_p": 0.9}
+CONSTRAINED = {"max_tokens": 5, "response_format": {"type": "json_object"}}
+"""Options of the two turns; the tokens of both have supports."""
+
 
 class AgentConfig(jaxft.WorkflowConfig, name="isolated_agent"):
     llm: jaxft.LLMRef
@@ -27,29 +31,29 @@ async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
     client = await builder.get_llm(config.llm, wrapper_type="openai")
     sync_client = await builder.get_llm(config.llm, wrapper_type="openai_sync")
 
-    async def by_chat(messages: list) -> str:
-        reply = await llm.chat(messages, max_tokens=5)
+    async def by_chat(messages: list, options: dict) -> str:
+        reply = await llm.chat(messages, **options)
         assert await llm.count_tokens(jaxft.ChatRequest(messages)) == len(reply.prompt_ids)
         return reply.content
 
-    async def by_client(messages: list) -> str:
-        completion = await client.chat.completions.create(model=config.llm, messages=messages, max_tokens=5)
+    async def by_client(messages: list, options: dict) -> str:
+        completion = await client.chat.completions.create(model=config.llm, messages=messages, **options)
         return completion.choices[0].message.content
 
-    async def by_stream(messages: list) -> str:
-        chunks = await client.chat.completions.create(model=config.llm, messages=messages, max_tokens=5, stream=True)
+    async def by_stream(messages: list, options: dict) -> str:
+        chunks = await client.chat.completions.create(model=config.llm, messages=messages, stream=True, **options)
         return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
 
-    async def by_key(messages: list) -> str:
+    async def by_key(messages: list, options: dict) -> str:
         """In a thread that inherits no context."""
         keyed = sync_client.with_options(api_key=jaxft.episode().api_key)
-        return await asyncio.get_running_loop().run_in_executor(None, ask, messages, keyed)
+        return await asyncio.get_running_loop().run_in_executor(None, ask, messages, options, keyed)
 
-    async def by_blocking(messages: list) -> str:
-        return ask(messages)
+    async def by_blocking(messages: list, options: dict) -> str:
+        return ask(messages, options)
 
-    def ask(messages: list, client: Any = sync_client) -> str:
-        completion = client.chat.completions.create(model=config.llm, messages=messages, max_tokens=5)
+    def ask(messages: list, options: dict, client: Any = sync_client) -> str:
+        completion = client.chat.completions.create(model=config.llm, messages=messages, **options)
         return completion.choices[0].message.content
 
     ways = {"chat": by_chat, "client": by_client, "stream": by_stream, "key": by_key, "blocking": by_blocking}
@@ -62,24 +66,24 @@ async def isolated_agent(config: AgentConfig, builder: Any) -> Any:
             jaxft.episode().record_candidates(replies, [0.0, 1.0])
             return {1, 2} if example["returns"] == "a set" else example["returns"]
         with jaxft.named_function("first"):
-            said = await way(messages)
+            said = await way(messages, FILTERED)
         jaxft.episode().reward_step(0.25 * len(said.encode()))
         if "fault" in example:
             await FAULTS[example["fault"]]()
         number = str(jaxft.episode().random.randrange(10))
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": number}]
         with jaxft.named_function("second"):
-            return float(len(said.encode()) + len(await way(messages)))
+            return float(len(said.encode()) + len(await way(messages, CONSTRAINED)))
 
     def play_sync(example: dict) -> float:
         messages = [{"role": "user", "content": example["question"]}]
         with jaxft.named_function("first"):
-            said = llm.chat_sync(messages, max_tokens=5).content
+            said = llm.chat_sync(messages, **FILTERED).content
         jaxft.episode().reward_step(0.25 * len(said.encode()))
         number = str(jaxft.episode().random.randrange(10))
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": number}]
         with jaxft.named_function("second"):
-            return float(len(said.encode()) + len(llm.chat_sync(messages, max_tokens=5).content))
+            return float(len(said.encode()) + len(llm.chat_sync(messages, **CONSTRAINED).content))
 
     if config.how != "sync":
         ways[config.how]  # raises an error in the factory
