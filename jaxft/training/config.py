@@ -196,7 +196,7 @@ class LossConfig(ConfigModel):
     correction: CorrectionConfig | None = Field(
         default=None,
         description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none, but "
-        "with max_staleness above 0 ratio, or token_truncate for reinforce.",
+        "with max_staleness above 0 ratio, or token_truncate for a loss without a ratio.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     distillation: DistillationConfig | None = Field(
