@@ -149,7 +149,7 @@ def _init(parsed: argparse.Namespace, given: Given) -> int:
 
 def _serve_arguments(parser: Parser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("source", nargs="?", type=home_path, help="a run directory, or the folder of a model")
+    source.add_argument("source", nargs="?", type=home_path, help="a run directory, or a model: folder or GGUF file")
     source.add_argument("--config-file", type=home_path, help="the YAML file of a run, of which only llms are read")
     parser.add_argument("--port", type=_port, help="port to listen on; 0: a free one, which is shown")
     parser.add_argument(
@@ -176,7 +176,9 @@ def _launch(parsed: argparse.Namespace, given: Given) -> int:
 
 
 def _export_arguments(parser: Parser) -> None:
-    parser.add_argument("source", type=home_path, help="a run directory, the folder of a model, or its id on the hub")
+    parser.add_argument(
+        "source", type=home_path, help="a run directory, or a model: folder, GGUF file or id on the hub"
+    )
     parser.add_argument("folder", type=home_path, help="the folder to write; empty or not there yet")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
@@ -185,7 +187,9 @@ def _export_arguments(parser: Parser) -> None:
 
 
 def _chat_arguments(parser: Parser) -> None:
-    parser.add_argument("source", type=home_path, help="a run directory, the folder of a model, or its id on the hub")
+    parser.add_argument(
+        "source", type=home_path, help="a run directory, or a model: folder, GGUF file or id on the hub"
+    )
     parser.add_argument(
         "--temperature",
         type=_number,

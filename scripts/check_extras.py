@@ -37,6 +37,7 @@ PURPOSES = {
     "cuda": "NVIDIA GPUs, with CUDA 13",
     "tpu": "TPUs",
     "parquet": "data in Parquet files",
+    "gguf": "models in GGUF files",
     "huggingface": "data sets of the Hugging Face hub",
     "completion": "options of `jaxft` completed by the shell",
     "wandb": "logs of runs at Weights & Biases, or in its files offline",

@@ -151,6 +151,7 @@ REPEATED = {
     "docs/index.md, Python 1": "examples/ten_lines.py",
     "docs/installation.md, commands 1": "the installation of the README",
     "docs/reliability.md, commands 1": "docs/agents.md, commands 1, resumes",
+    "docs/models.md, Python 2": "tests/models/test_gguf.py loads such files",
     "docs/performance/measuring.md, commands 1": "tests/benchmarks/test_run.py and test_report.py run the program",
     "docs/report.md, commands 1": "tests/report/test_report.py watches a run",
     "docs/several-hosts.md, commands 1": "tests/hosts/test_training.py launches two processes",

@@ -75,13 +75,13 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     module = "jaxft.components.local_policy"
 
     path: PathOrName | None = Field(
-        default=None, description="Folder or hub id of a checkpoint; null: random weights in the shape of preset."
+        default=None, description="Folder, GGUF file or hub id of a model; null: random weights of preset's shape."
     )
     preset: str | None = Field(
         default=None, description="Shape of random weights, such as qwen3-1m; null: path decides it."
     )
     tokenizer: PathOrName | None = Field(
-        default=None, description="Folder or hub id of a tokenizer; null: the checkpoint's, or one of a token per byte."
+        default=None, description="Folder, GGUF file or hub id of a tokenizer; null: the model's, or a token per byte."
     )
     ignored_keys: tuple[str, ...] = Field(
         default=(),

@@ -22,6 +22,7 @@ from jaxft.hosts.group import process_group
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import parameter_shapes
 from jaxft.models.decoder_sharding import parameters_table, sharding_for
+from jaxft.models.gguf import config_file
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import Lora, init_model, load_beside, load_model, lora_spec, on_mesh
@@ -247,9 +248,9 @@ def choices(config: LocalPolicyConfig) -> dict[str, str]:
 
 
 def base_name(path: str) -> str:
-    """Return the name of a checkpoint for other programs: the absolute path of a folder, or the hub id."""
+    """Return the name of a checkpoint for other programs: the absolute path of a folder or file, or the hub id."""
     folder = home_path(path)
-    return str(folder.absolute()) if folder.is_dir() else path
+    return str(folder.absolute()) if folder.exists() else path
 
 
 def lora_option(config: LoraConfig | None) -> Lora | None:
@@ -328,7 +329,7 @@ def read_decoder_config(config: LocalPolicyConfig) -> DecoderConfig:
         ValueError: the model knows no positions as high as `max_context_tokens`.
     """
     if config.path is not None:
-        found = load_config(local_folder(config.path) / "config.json", config.ignored_keys)
+        found = load_config(config_file(local_folder(config.path)), config.ignored_keys)
     else:
         assert config.preset is not None
         found = model_preset(config.preset, vocab_size=num_token_ids(load_tokenizer(config.tokenizer)))

@@ -19,6 +19,7 @@ from jaxft.harness.config import Config, load_models
 from jaxft.harness.config_merge import ConfigErrors, expanded, literal, read_layers
 from jaxft.harness.runtime import command_line_config, run_main, run_parsed
 from jaxft.harness.session import MODEL_FOLDER
+from jaxft.models.gguf import config_file
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import base_place
@@ -105,7 +106,7 @@ def model_configuration(source: Path, *, context_tokens: int | None = None) -> d
     The run's address is not taken over, as its key is not stored.
 
     Args:
-        source: a run directory, the folder of a model or of adapters, or a model's id on the hub.
+        source: a run directory, the folder of a model or of adapters, a GGUF file, or a model's id on the hub.
         context_tokens: replaces the context of the run, or the default one.
 
     Raises:
@@ -114,13 +115,13 @@ def model_configuration(source: Path, *, context_tokens: int | None = None) -> d
     folder = source / MODEL_FOLDER if (source / MODEL_FOLDER).is_dir() else source
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     is_on_hub = not source.exists() and not source.is_absolute() and len(source.parts) == 2
-    if not is_adapter and not is_on_hub and not (folder / "config.json").is_file():
+    if not is_adapter and not is_on_hub and not config_file(folder).is_file():
         raise ConfigError([f"{source}: {_why_no_model(source)}"])
     name, settings = ("policy", None) if folder == source else settings_of_run(source)
     place = str(source) if is_on_hub else str(folder.absolute())
     try:
         base = str(base_place(Path(place))) if is_adapter else place
-        shape = load_config(local_folder(base) / "config.json", () if is_on_hub else saved_ignored_keys(folder))
+        shape = load_config(config_file(local_folder(base)), () if is_on_hub else saved_ignored_keys(folder))
         most = min(CONTEXT_TOKENS, shape.max_position_embeddings)
         if settings is None:
             settings = LocalPolicyConfig(path=base, max_context_tokens=most)
@@ -168,4 +169,4 @@ def _why_no_model(source: Path) -> str:
         )
     if (source / CONFIG_FILE).is_file():
         return "has no model yet, which a run writes at its end"
-    return "holds no model: give a run directory with one, the folder of a model, or its id on the hub"
+    return "holds no model: give a run directory with one, the folder of a model, a GGUF file, or its id on the hub"

@@ -75,7 +75,7 @@ def train(
     It works in a script and in a notebook. Progress is shown as by `jaxft finetune`; Ctrl-C stops and saves the run.
 
     Args:
-        model: folder or hub id of a checkpoint, or the name of a preset: random weights, a token per byte.
+        model: folder, GGUF file or hub id of a checkpoint, or the name of a preset: random weights, a token per byte.
         reward: a function, or several whose sum is the reward; sync or async. As in TRL, it is called with the keywords
             `completions`, `prompts`, `completion_ids` and all columns, each a list, as far as its parameters take them,
             and returns a list of numbers; None for a completion that it does not score. A function whose first
@@ -240,15 +240,15 @@ def policy_fields(model: str | Path) -> dict[str, str]:
     """Return `preset` or `path` of the policy.
 
     Raises:
-        ConfigError: the model is neither the name of a preset, nor a folder, nor like a hub id.
+        ConfigError: the model is neither the name of a preset, nor a path, nor like a hub id.
     """
     name = str(model)
     if name in PRESETS:
         return {"preset": name}
-    if isinstance(model, str | Path) and (home_path(name).is_dir() or name.count("/") == 1):
+    if isinstance(model, str | Path) and (home_path(name).exists() or name.count("/") == 1):
         return {"path": name}
     near = did_you_mean(name, PRESETS, what="presets")
-    raise ConfigError([f"model: {model!r} is neither a folder here, nor a hub id (owner/name), nor a preset{near}"])
+    raise ConfigError([f"model: {model!r} is neither a path here, nor a hub id (owner/name), nor a preset{near}"])
 
 
 def check_keywords(counts: Mapping[str, Any], columns: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxft.errors import ConfigError
 from jaxft.harness.runtime import run_main
 from jaxft.harness.session import MODEL_FOLDER
+from jaxft.models.gguf import config_file
 from jaxft.models.hf import save_model
 from jaxft.models.load import load_merged, load_model
 from jaxft.models.model_card import SavedWeights, card_of_copy, card_text
@@ -29,7 +30,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> None:
-    """Write the model of a run directory, or of a folder in Hugging Face's file format, in the dtype given.
+    """Write the model of a run directory, or of a folder in Hugging Face's file format or GGUF, in the dtype given.
 
     With `merge`, the LoRA adapters of the source are merged into their base, and the result is written. The model card
     says of the training what the source's card says.
@@ -45,8 +46,10 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
         )
     if merge and not is_adapter:
         raise ConfigError([f"{source}: holds no adapters to merge: leave out --merge"])
-    if not is_adapter and not (model_folder / "config.json").is_file():
-        raise ConfigError([f"{source}: holds no model: give a run directory with one, or the folder of a model"])
+    if not is_adapter and not config_file(model_folder).is_file():
+        raise ConfigError(
+            [f"{source}: holds no model: give a run directory with one, or a model's folder or GGUF file"]
+        )
     if folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not any(folder.iterdir())):
         raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
     try:

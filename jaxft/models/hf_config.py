@@ -14,7 +14,8 @@ from jaxft.errors import ModelFileError
 from jaxft.models.config import DecoderConfig
 from jaxft.models.families import FAMILIES, WRAPPERS
 from jaxft.models.family import FULL, SLIDING, Family, Keys, read_family_config
-from jaxft.models.hf_files import load_json
+from jaxft.models.gguf import gguf_config
+from jaxft.models.hf_files import GGUF, load_json
 from jaxft.models.rope import SCALINGS, Rope
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -54,13 +55,14 @@ def load_config(file: Path, ignored_keys: Sequence[str] = ()) -> DecoderConfig:
     """Read a model folder's config; other fields of `config.json`, and `generation_config.json`, are `source_json`.
 
     Args:
-        file: the `config.json`.
+        file: the `config.json`, or a GGUF file.
         ignored_keys: keys that change no arithmetic, though they are not known; an export has none of them.
 
     Raises:
         ModelFileError: a file is not a JSON object, or `config.json` is absent or describes an unsupported model.
     """
-    whole = load_json(file)
+    is_gguf = file.suffix.lower() == GGUF
+    whole = gguf_config(file) if is_gguf else load_json(file)
     values = text_values(whole, file)
     config = decoder_config(values, file, ignored_keys)
     known = {*FAMILIES[config.family].all_defaults, *config_json(config, "float32"), *NOT_EXPORTED, *WRITTEN}
@@ -69,7 +71,7 @@ def load_config(file: Path, ignored_keys: Sequence[str] = ()) -> DecoderConfig:
         IGNORED: sorted({*ignored_keys} & {*values}),
     }
     generation = file.with_name(GENERATION)
-    if generation.is_file():
+    if generation.is_file() and not is_gguf:
         source[GENERATION] = load_json(generation)
     if whole.get("model_type") in WRAPPERS:
         source[WRAPPER] = {"model_type": whole["model_type"]}

@@ -5,7 +5,7 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from jaxft.core.types import Params
 from jaxft.errors import ManifestError, ModelFileError
 from jaxft.files import MANIFEST, home_path, verify_manifest
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX, GGUF = "model.safetensors", "model.safetensors.index.json", ".gguf"
 DTYPES = {
     name: jnp.dtype(kind)
     for name, kind in [("F32", "float32"), ("BF16", "bfloat16"), ("F16", "float16"), ("F64", "float64")]
@@ -35,27 +35,29 @@ CONVERT = (
 
 
 class StoredTensor(NamedTuple):
-    """File, byte offset, dtype and shape of a tensor in a safetensors file."""
+    """File, dtype, shape and byte offset of a tensor; `read` returns its values where the bytes there are others."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
+    read: Callable[[], np.ndarray] | None = None
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """Return the local folder of a model; if `name` is not a folder, download the model of that id from the hub.
+    """Return the local folder of a model, or its GGUF file; a model that is named by its id is downloaded from the hub.
 
     Raises:
         ModelFileError: there is no such folder, and the download failed.
     """
-    folder = home_path(path_or_hub_id)
-    if folder.is_dir():
+    folder, name = home_path(path_or_hub_id), os.fspath(path_or_hub_id)
+    is_gguf = folder.suffix.lower() == GGUF
+    if folder.is_dir() or (is_gguf and folder.is_file()):
         return folder
-    name = os.fspath(path_or_hub_id)
-    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+    if is_gguf or folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         _refuse_pickle(folder)
-        raise ModelFileError(f"{name} is not a folder; wanted one with config.json and {WEIGHTS}, or the id of a model")
+        wanted = f"one with config.json and {WEIGHTS}, a GGUF file that is there, or the id of a model"
+        raise ModelFileError(f"{name} is not a folder; wanted {wanted}")
     try:
         # Not all *.safetensors: some repositories hold the same weights twice, under other names.
         patterns = ["config.json", "generation_config.json", "model*.safetensors", INDEX]
@@ -139,11 +141,14 @@ class Tensor(NamedTuple):
         return sum(shape[0] for shape in parts), *parts[0][1:]
 
 
-def read_weights(folder: Path, tensors: Sequence[Tensor], dtype: np.dtype[Any], places: Params) -> Params:
-    """Read parameters from the safetensors of a model folder, cast to `dtype`, onto their devices.
+def read_weights(
+    folder: Path, stored: dict[str, StoredTensor], tensors: Sequence[Tensor], dtype: np.dtype[Any], places: Params
+) -> Params:
+    """Read parameters from the files of a model, cast to `dtype`, onto their devices.
 
     Args:
-        folder: the folder.
+        folder: the folder, or the file.
+        stored: the tensors in it, by their names in safetensors.
         tensors: the tensors that its files should have.
         dtype: dtype of the parameters.
         places: JAX's sharding of each parameter.
@@ -151,7 +156,6 @@ def read_weights(folder: Path, tensors: Sequence[Tensor], dtype: np.dtype[Any], 
     Raises:
         ModelFileError: a file is absent, is corrupt or does not match the config.
     """
-    stored = text_tensors(stored_tensors(folder))
     _check_stored(folder, stored, tensors)
     flat, place = {}, flatten_dict(places, sep="/")
     for tensor in tensors:
@@ -164,13 +168,13 @@ def read_weights(folder: Path, tensors: Sequence[Tensor], dtype: np.dtype[Any], 
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Find every tensor of a model folder, by name; only headers are read.
+    """Find every tensor of a folder's model of text, by name; only headers are read.
 
     Raises:
         ModelFileError: there are no safetensors, a file is corrupt, or the index disagrees with its shards.
     """
     if (folder / WEIGHTS).is_file():
-        return tensors_of_file(folder / WEIGHTS)
+        return text_tensors(tensors_of_file(folder / WEIGHTS))
     if not (folder / INDEX).is_file():
         for file in sorted(folder.iterdir()):
             _refuse_pickle(file)
@@ -199,7 +203,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     for name, shard in weight_map.items():
         if name not in stored:
             raise ModelFileError(f"{index} puts the tensor {name!r} in {shard!r}, which does not hold it")
-    return stored
+    return text_tensors(stored)
 
 
 def _refuse_pickle(file: Path) -> None:
@@ -324,6 +328,8 @@ def _read_parameter(
 
 def read_tensor(tensor: StoredTensor) -> np.ndarray:
     """Read the values of a tensor, whose dtype is one of `DTYPES`."""
+    if tensor.read is not None:
+        return tensor.read()
     dtype = DTYPES[tensor.dtype]
     size = int(np.prod(tensor.shape)) * dtype.itemsize
     return np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset).view(dtype).reshape(tensor.shape)
@@ -332,11 +338,14 @@ def read_tensor(tensor: StoredTensor) -> np.ndarray:
 def tensor_rows(tensor: StoredTensor, first: int, count: int) -> StoredTensor:
     """Return some rows of a tensor, as a tensor.
 
-    >>> tensor_rows(StoredTensor(Path("f"), "F32", (6, 10), 100), 2, 3)[2:]
+    >>> tensor_rows(StoredTensor(Path("f"), "F32", (6, 10), 100), 2, 3)[2:4]
     ((3, 10), 180)
     """
+    shape, read = (count, *tensor.shape[1:]), tensor.read
+    if read is not None:
+        return tensor._replace(shape=shape, read=lambda: read()[first : first + count])
     of_row = int(np.prod(tensor.shape[1:])) * DTYPES[tensor.dtype].itemsize
-    return tensor._replace(shape=(count, *tensor.shape[1:]), offset=tensor.offset + first * of_row)
+    return tensor._replace(shape=shape, offset=tensor.offset + first * of_row)
 
 
 def put_transposed(target: np.ndarray, source: np.ndarray) -> None:

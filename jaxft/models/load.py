@@ -1,4 +1,4 @@
-"""Making of models, with random weights or from the files of Hugging Face and PEFT, to train and to sample from."""
+"""Making of models, with random weights or from files (Hugging Face's, GGUF, PEFT's), to train and to sample from."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -19,9 +19,10 @@ from jaxft.files import home_path
 from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
 from jaxft.models.decoder import Remat, decoder, init_params, lay_out_adapters, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
+from jaxft.models.gguf import config_file, gguf_file, gguf_tensors
 from jaxft.models.hf import file_tensors
 from jaxft.models.hf_config import load_config
-from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder, read_weights
+from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder, read_weights, stored_tensors
 from jaxft.models.lora import merge_and_drop
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import load_adapter, load_lora_config, saved_ignored_keys
@@ -83,7 +84,7 @@ def load_model(
     context_tokens: int = 0,
     ignored_keys: Sequence[str] = (),
 ) -> tuple[Model, Params]:
-    """Load a model of `jaxft.models.families` from a folder, or from the hub when there is no such folder.
+    """Load a model of `jaxft.models.families` from a folder or a GGUF file, or from the hub when there is none.
 
     Weights are read one tensor at a time, cast to `dtype`, and copied to their devices, so that the host never has more
     than one parameter. If there are both `model.safetensors` and an index of shards, the single file is read, as in
@@ -107,13 +108,15 @@ def load_model(
     check_manifest(folder)
     if lora is not None and not isinstance(lora, LoraSpec):
         ignored_keys = (*ignored_keys, *saved_ignored_keys(lora))
-    config = load_config(folder / "config.json", ignored_keys).for_context(context_tokens)
+    config = load_config(config_file(folder), ignored_keys).for_context(context_tokens)
     tensors = file_tensors(config)
     sharding = None if mesh is None else sharding_for(config, mesh)
     model = decoder(config, remat, compute_dtype=compute_dtype, lora=lora_spec(lora), sharding=sharding)
     shapes, device = parameter_shapes(config), SingleDeviceSharding(jnp.zeros(()).device)
     places = jax.tree.map(lambda _: device, shapes) if sharding is None else sharding.shardings(shapes)
-    base = read_weights(folder, tensors, dtype, places)
+    file = gguf_file(folder)
+    stored = stored_tensors(folder) if file is None else gguf_tensors(file, tensors)
+    base = read_weights(folder, stored, tensors, dtype, places)
     return model, _add_adapters(model, base, lora, key)
 
 

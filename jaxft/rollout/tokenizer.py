@@ -12,7 +12,14 @@ from typing import Any
 
 import jinja2
 from huggingface_hub import try_to_load_from_cache
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+from tokenizers.pre_tokenizers import Sequence as Sequential
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations import gguf as gguf_tokenizers  # whose parts are imported when they are used
+
+from jaxft.models.gguf import gguf_file, read_header
+from jaxft.models.hf_files import GGUF
 
 TOKENIZER_FILE = "tokenizer.json"
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
@@ -22,7 +29,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
-    """Load a transformers tokenizer from a folder or a hub id; for None, the embedded byte-level one.
+    """Load a transformers tokenizer from a folder, a GGUF file or a hub id; for None, the embedded byte-level one.
 
     Code in the folder is never run. Texts are divided into tokens as its `tokenizer.json` has it, if there is one.
 
@@ -31,8 +38,9 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     """
     source = CHAR_TOKENIZER if path_or_hub_id is None else os.path.expanduser(path_or_hub_id)
     try:
+        gguf = None if Path(source, TOKENIZER_FILE).is_file() else gguf_file(Path(source))
         # Without the argument, transformers asks in the terminal whether to run code of the folder.
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = _of_gguf(gguf) if gguf else AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         if tokenizer.is_fast and type(tokenizer) is not PreTrainedTokenizerFast and _has_tokenizer_file(source):
             # The class that was chosen has a pre-tokenizer, a normalizer and a decoder of its own, and gives other ids.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
@@ -55,6 +63,28 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     return tokenizer
 
 
+def _of_gguf(file: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer in the metadata of a GGUF file, as transformers makes it."""
+    metadata = read_header(file).metadata
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise ValueError("it holds no tokenizer.ggml.tokens")
+    given = {key.removeprefix("tokenizer."): value for key, value in metadata.items()}
+    names = gguf_tokenizers.GGUF_TOKENIZER_MAPPING.values()
+    parts, options = ({ours: given[key] for key, ours in keys.items() if key in given} for keys in names)
+    backend, _ = gguf_tokenizers.convert_gguf_tokenizer(metadata["general.architecture"], parts)
+    if backend.get_vocab_size() > len(parts["tokens"]):  # GPT-2's own <|endoftext|>, for which the model has no row
+        spec = json.loads(backend.to_str())
+        spec["added_tokens"] = [token for token in spec["added_tokens"] if token["id"] < len(parts["tokens"])]
+        backend = Tokenizer.from_str(json.dumps(spec))
+    if parts.get("pre_tokenizer_type") == "smollm":  # it divides digits before words, which transformers leaves out
+        backend.pre_tokenizer = Sequential([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    if parts["tokenizer_type"] == "llama":  # SentencePiece's, whose older files lack the flag
+        options.setdefault("add_bos_token", True)
+    for key in parts.keys() & {"bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"}:
+        options[key.removesuffix("_id")] = parts["tokens"][parts[key]]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
+
+
 def _has_tokenizer_file(source: str | os.PathLike[str]) -> bool:
     """Return True if there is a `tokenizer.json` in a folder, or in a repository that was downloaded."""
     if Path(source).is_dir():
@@ -68,6 +98,8 @@ def _first_line(error: Exception) -> str:
 
 def _way_out(source: Path) -> str:
     """Return what to do about a tokenizer that could not be loaded."""
+    if source.suffix.lower() == GGUF:
+        return "give the folder or id of the tokenizer that the model was trained with as `tokenizer`"
     if not (source / "tokenizer.json").is_file() and (models := sorted(source.glob("*.model"))):
         return (
             f"transformers reads {models[0].name} with the packages sentencepiece or tiktoken (`pip install "

@@ -60,7 +60,7 @@ class ReferenceConfig(ConfigModel):
     """The policy that the KL is measured from: the starting parameters, another checkpoint, or a moving average."""
 
     path: PathOrName | None = Field(
-        default=None, description="Folder or hub id of a checkpoint; null: the policy's first parameters."
+        default=None, description="Folder, GGUF file or hub id of a checkpoint; null: the policy's first parameters."
     )
     update_every: int | None = Field(
         default=None, ge=1, description="Jobs between moves of the reference towards the policy; null: it never moves."
