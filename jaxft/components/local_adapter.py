@@ -24,6 +24,7 @@ from jaxft.errors import (
     ConfigError,
     DeviceMemoryError,
     RestoreError,
+    TrajectoryError,
     UserCodeError,
     user_code,
 )
@@ -230,13 +231,20 @@ class LocalTrainerAdapter(TrainerAdapter):
         Raises:
             ValueError: a job of that name has not ended.
             NothingToTrain: no row has a token to train.
-            TrajectoryError: a row is greedy or malformed.
+            TrajectoryError: a row is greedy or malformed, or has penalties that the loss does not correct for.
         """
         run_id = trajectories.run_id
         if run_id in self._jobs and not self._jobs[run_id].has_ended:
             raise ValueError(f"job '{run_id}' has not ended; wait for it, or give this one another id")
         llm, template = self.adapter_config.llm, self.policy.template
         data, rewards = gather(trajectories, self.adapter_config.loss, llm, template, self._unusable)
+        correction = self.adapter_config.loss.for_staleness(self.max_staleness).correction
+        if data.sampled.is_penalized.any() and (correction is None or correction.name == "sequence_geometric_mask"):
+            raise TrajectoryError(
+                f"{data.sampled.is_penalized.mean():.1%} of tokens were drawn with presence_penalty, frequency_penalty "
+                f"or repetition_penalty, and loss.correction is {correction and correction.name}, which does not weigh "
+                "them: set loss.correction.name to token_truncate, or sample without"
+            )
         if not self._has_warned and data.sampled.is_biased.any():
             self._has_warned = True
             self._warn(

@@ -6,6 +6,7 @@ Letters: `R` rows, `C` columns of a page table, `N` steps, `S` stop ids, `M` mas
 32 bits that hold `V` bits.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxft.core.sampling import Sampled, SamplingParams, sample
+from jaxft.core.sampling import Penalties, Sampled, SamplingParams, sample
 from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform
 from jaxft.core.types import Cache, Model, Params
 
@@ -53,10 +54,11 @@ class RowParams(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """Tokens that some rows may draw (`pack_bits`); a row number beyond the last is padding."""
+    """Tokens that some rows may draw (`pack_bits`), and penalties; a row number beyond the last is padding."""
 
     rows: Int[Any, "M"]
     allowed: UInt32[Any, "M W"]
+    penalties: Penalties | None = None
 
 
 class SampledTokens(NamedTuple):
@@ -173,17 +175,20 @@ def draw(
     """
     following = state.positions + 1
     keys = jax.vmap(jax.random.fold_in)(rows.keys, following)
-    sample_rows = partial(_sample, model.sharding, is_filtered, has_supports)
+    in_halves = compute_platform(model.sharding) == "cpu"
+    sample_rows = partial(sample, is_filtered=is_filtered, in_halves=in_halves, has_supports=has_supports)
+    sample_free = partial(_sample, model.sharding, sample_rows, not is_filtered)
     if masks is None:
-        drawn = sample_rows(logits, keys, rows.sampling, None, None)
+        drawn = sample_free(logits, keys, rows.sampling)
     else:
         groups = len(logits) // GROUP_ROWS if model.sharding is None and len(logits) % GROUP_ROWS == 0 else 1
         split = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), (logits, keys, rows.sampling))
-        drawn = jax.lax.map(lambda given: sample_rows(given[0], given[1], given[2], None, None), split)
+        drawn = jax.lax.map(lambda given: sample_free(*given), split)
         drawn = jax.tree.map(lambda x: x.reshape(len(logits), *x.shape[2:]), drawn)
         given = logits, keys, rows.sampling, drawn
         taken, at, params, free = jax.tree.map(lambda x: x.at[masks.rows].get(mode="clip"), given)
-        masked = sample_rows(taken, at, params, masks.allowed, free)
+        of_masks = partial(sample_rows, allowed=masks.allowed, drawn=free, penalties=masks.penalties)
+        masked = _sample(model.sharding, of_masks, False, taken, at, params)
         if drawn.supports is None and masked.supports is not None:
             drawn = drawn._replace(supports=jnp.zeros((len(logits), masked.supports.shape[1]), jnp.uint32))
         drawn = jax.tree.map(lambda old, new: old.at[masks.rows].set(new, mode="drop"), drawn, masked)
@@ -199,29 +204,23 @@ def draw(
 
 def _sample(
     sharding: Sharding | None,
-    is_filtered: bool,
-    has_supports: bool,
+    sample_rows: Callable[..., Sampled],
+    is_divided: bool,
     logits: Float[Array, "R V"],
     keys: Any,
     params: SamplingParams,
-    allowed: UInt32[Array, "R W"] | None,
-    drawn: Sampled | None,
 ) -> Sampled:
-    """Return `sample`; on a mesh devices divide the vocabulary, or the rows if these filter or it does not divide."""
-    in_halves = compute_platform(sharding) == "cpu"
-    draw = partial(
-        sample, is_filtered=is_filtered, in_halves=in_halves, has_supports=has_supports, allowed=allowed, drawn=drawn
-    )
+    """Return `sample_rows`; on a mesh devices divide the vocabulary, or the rows where it is not divided."""
     if sharding is None:
-        return draw(logits, keys, params)
+        return sample_rows(logits, keys, params)
     shards = sharding.mesh.shape["tensor"]
     if shards == 1 or logits.shape[1] % shards:
-        return draw(sharding.constrain_spread(logits), keys, params)
-    if is_filtered or allowed is not None:
-        return draw(sharding.constrain_spread(logits), keys, params, shards=shards)
+        return sample_rows(sharding.constrain_spread(logits), keys, params)
+    if not is_divided:
+        return sample_rows(sharding.constrain_spread(logits), keys, params, shards=shards)
     of_rows = PartitionSpec(ROW_AXES)
     return jax.shard_map(
-        partial(draw, axis="tensor"),
+        partial(sample_rows, axis="tensor"),
         mesh=sharding.mesh,
         in_specs=(PartitionSpec(ROW_AXES, "tensor"), of_rows, of_rows),
         out_specs=of_rows,

@@ -3,7 +3,7 @@
 All parameters are arrays with one entry per row, so that new values compile nothing. Each row has its own key, so
 that its token depends on its own logits, parameters and key only. Nothing is sorted, and no loop or branch depends on
 values: sampling asks the host for nothing. Letters: `R` rows, `V` vocabulary, `N` biased tokens, `B` blocks of the
-vocabulary, `K` tokens of one block, `W` words of 32 bits that hold `V` bits.
+vocabulary, `K` tokens of one block, `W` words of 32 bits that hold `V` bits, `D` distinct tokens.
 """
 
 from collections.abc import Callable
@@ -57,13 +57,34 @@ class SamplingParams(NamedTuple):
     logit_bias: LogitBias | None = None
 
 
+class Penalties(NamedTuple):
+    """Penalties on the tokens that each row has, which `penalize` takes off.
+
+    Attributes:
+        ids: distinct tokens of the row, prompt included; the id -1 stands for no token.
+        counts: number of times that the answer has each of them; 0 for those of the prompt alone.
+        repetition, frequency, presence: the penalties of the row; 1, 0 and 0 for none.
+    """
+
+    ids: Int[Any, "R D"]
+    counts: Int[Any, "R D"]
+    repetition: Float[Any, "R"]
+    frequency: Float[Any, "R"]
+    presence: Float[Any, "R"]
+
+    @property
+    def are_given(self) -> Bool[Any, "R"]:
+        """True for rows with a penalty."""
+        return (self.repetition != 1) | (self.frequency != 0) | (self.presence != 0)
+
+
 class Sampled(NamedTuple):
     """One token per row, with its log-probability under two distributions.
 
-    `sampler_logprobs` are over the whole vocabulary at the row's temperature (at 1 when greedy). `behavior_logprobs`
-    are under the distribution that the token was drawn from, which filters, logit bias and a grammar change.
-    `supports` are the tokens that have a probability there (`pack_bits`), 0 for rows that nothing changes; None unless
-    asked for.
+    `sampler_logprobs` are over the whole vocabulary at the row's temperature (at 1 when greedy); of rows with penalties
+    over the tokens that could be drawn, without the penalties. `behavior_logprobs` are under the distribution that the
+    token was drawn from, which filters, logit bias, a grammar and penalties change. `supports` are the tokens that have
+    a probability there (`pack_bits`), 0 for rows that nothing changes; None unless asked for.
     """
 
     tokens: Int[Array, "R"]
@@ -118,6 +139,23 @@ def check_sampling(*, temperature: float, top_k: int, top_p: float, min_p: float
         raise ValueError(f"min_p is {min_p}; wanted a fraction of the largest probability in [0, 1)")
 
 
+def check_penalties(presence_penalty: float, frequency_penalty: float, repetition_penalty: float) -> None:
+    """Raise unless presence and frequency penalty are from -2 to 2, and the repetition penalty from 1e-6 to 1e6.
+
+    Raises:
+        ValueError: a value is outside its range; the message names the parameter, the value and the range.
+
+    >>> check_penalties(0.5, 3.0, 1.0)
+    Traceback (most recent call last):
+    ValueError: frequency_penalty is 3.0; wanted a number from -2 to 2
+    """
+    for name, value in (("presence_penalty", presence_penalty), ("frequency_penalty", frequency_penalty)):
+        if not -2 <= value <= 2:
+            raise ValueError(f"{name} is {value}; wanted a number from -2 to 2")
+    if not COLDEST <= repetition_penalty <= 1 / COLDEST:
+        raise ValueError(f"repetition_penalty is {repetition_penalty}; wanted 1 (none) or a number from 1e-06 to 1e+06")
+
+
 def fold_ids(key: Any, ids: UInt[Array, "N"]) -> Any:
     """Fold each of `ids` (uint32) into `key`, in order.
 
@@ -150,6 +188,7 @@ def sample(
     allowed: UInt32[Array, "R W"] | None = None,
     has_supports: bool = False,
     drawn: Sampled | None = None,
+    penalties: Penalties | None = None,
 ) -> Sampled:
     """Draw a token for each row from its filtered distribution, with its own key (`[R]` PRNG keys).
 
@@ -174,6 +213,7 @@ def sample(
         has_supports: True to return `supports`, if rows are filtered or `allowed`.
         drawn: with `allowed`, tokens that were drawn from the same logits without it; they save the sums over the whole
             vocabulary.
+        penalties: with `allowed`, what is taken off the logits before all else; None: no row has any.
 
     >>> logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
     >>> drawn = jax.jit(sample)(logits, jax.random.split(jax.random.key(0), 1), sampling_params(1, top_k=1))
@@ -188,7 +228,9 @@ def sample(
     is_changed = is_filtered or allowed is not None
     if is_changed:
         filtering = (has_filters(params) if allowed is None else jnp.ones_like(greedy))[:, None]
-        wanted = scaled if allowed is None else jnp.where(unpack_support(allowed, scaled.shape[1]), scaled, -jnp.inf)
+        wanted = scaled if penalties is None else penalize(logits, penalties) / temperature
+        if allowed is not None:
+            wanted = jnp.where(unpack_support(allowed, scaled.shape[1]), wanted, -jnp.inf)
         filtered = _filtered_logits(wanted, params, in_halves=in_halves) if is_filtered else wanted
         candidates = jnp.where(filtering, filtered, scaled)
         # Rows that filter nothing take the sums of the other variant, in whatever order the compiler adds here.
@@ -217,6 +259,9 @@ def sample(
         sampler_logprobs = drawn.sampler_logprobs + (chosen - _at(scaled, drawn.tokens))
     else:
         sampler_logprobs = full.logprobs(chosen)
+    if penalties is not None:
+        among_drawable = block_softmax(jnp.where(candidates > -jnp.inf, scaled, -jnp.inf)).logprobs(chosen)
+        sampler_logprobs = jnp.where(penalties.are_given, among_drawable, sampler_logprobs)
     behavior_logprobs = drawn_from.logprobs(_at(inside, index))
     if allowed is None:
         behavior_logprobs = jnp.where(greedy | ~has_filters(params), sampler_logprobs, behavior_logprobs)
@@ -342,6 +387,26 @@ def add_bias(logits: Float[Array, "R V"], bias: LogitBias | None) -> Float[Array
     rows = jnp.arange(logits.shape[0])[:, None]
     ids = jnp.where(bias.ids >= 0, bias.ids, logits.shape[-1])  # an id outside the vocabulary is dropped
     return logits.at[rows, ids].add(bias.values, mode="drop")
+
+
+def penalize(logits: Float[Array, "R V"], penalties: Penalties) -> Float[Array, "R V"]:
+    """Return the logits in float32, lower for the tokens that a row has; vLLM's and OpenAI's penalties.
+
+    The repetition penalty (arXiv 1909.05858) divides a positive logit and multiplies another. Then the frequency
+    penalty is subtracted for each time that the answer has the token, and the presence penalty once.
+
+    >>> given = Penalties(jnp.array([[0, 1, -1]]), jnp.array([[0, 3, 0]]), *jnp.array([[2.0], [0.25], [0.5]]))
+    >>> print(jax.jit(penalize)(jnp.array([[-1.0, 4.0, 3.0]]), given))  # 4 / 2 - 3 * 0.25 - 0.5
+    [[-2.    0.75  3.  ]]
+    """
+    rows = jnp.arange(logits.shape[0])[:, None]
+    ids = jnp.where(penalties.ids >= 0, penalties.ids, logits.shape[-1])  # an id outside the vocabulary is dropped
+    repetition, frequency, presence = (x[:, None] for x in penalties[2:])
+    logits = logits.astype(jnp.float32)
+    own = logits.at[rows, ids].get(mode="clip")
+    lower = jnp.where(own > 0, own / repetition, own * repetition)
+    lower -= frequency * penalties.counts + presence * (penalties.counts > 0)
+    return logits.at[rows, ids].set(lower, mode="drop")
 
 
 def kept_tokens(

@@ -38,6 +38,10 @@ SUPPORTS = 256
 """Number of supports whose text is remembered: inside a string of JSON, a grammar allows the same tokens again."""
 
 
+PENALIZED = "~"
+"""Beginning of the text of a support in which penalties changed the probabilities."""
+
+
 def encode_support(words: UInt32[np.ndarray, "W"]) -> str:
     """Return a packed support as text; empty for the whole vocabulary, whose words are 0.
 
@@ -63,13 +67,14 @@ class Completion:
 
     Attributes:
         token_ids: sampled token ids, the stop token included.
-        sampler_logprobs: log-probability of each sampled token over the whole vocabulary, at the request's temperature.
+        sampler_logprobs: log-probability of each sampled token over the whole vocabulary, or with penalties over its
+            support, at the request's temperature and without penalties.
         behavior_logprobs: log-probability of each sampled token under the distribution that it was drawn from.
         policy_versions: version of the parameters that sampled each token.
         finish_reason: `stop` or `length`.
         top_logprobs: for each token, pairs of a token id and its log-probability, if the request asks for them.
-        supports: tokens that each token could be drawn from (`encode_support`); empty if the request neither filters
-            nor has a grammar.
+        supports: tokens that each token could be drawn from (`encode_support`), behind `PENALIZED` if the request has
+            penalties; empty if it neither filters nor has penalties or a grammar.
         first_read, last_read: `time.perf_counter()` when the first and the last tokens were read from the device, and
             the number of tokens by then.
     """

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxft.core.sampling import check_sampling
+from jaxft.core.sampling import check_penalties, check_sampling
 from jaxft.errors import RequestError
 from jaxft.rollout.grammar import Grammar, json_grammar
 from jaxft.rollout.messages import Message, Tool, check_json, check_text, check_tools
@@ -32,6 +32,9 @@ class SamplingRequest:
         stop_token_ids: more token ids that end the answer.
         top_k, top_p, min_p: truncate the distribution; see `jaxft.sampling.SamplingParams`.
         logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.
+        presence_penalty: subtracted from the logits of tokens that the answer has, from -2 to 2.
+        frequency_penalty: subtracted for each time that the answer has the token, from -2 to 2.
+        repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and answer; above 0.
         top_logprobs: number of most likely tokens to return for each sampled one. They are computed when the answer is
             complete, so that a stream comes at once, too.
         response_format: `{"type": "json_object"}` for an answer that is a JSON object, or `{"type": "json_schema",
@@ -53,6 +56,9 @@ class SamplingRequest:
     top_p: float = 1.0
     min_p: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     top_logprobs: int = 0
     response_format: Mapping[str, Any] | None = None
     guided_regex: str | None = None
@@ -64,10 +70,11 @@ class SamplingRequest:
         """Raise a `RequestError` that names the field unless all fields are possible, whatever policy answers."""
         for name, number in vars(self).items():
             is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
-            if name in ("temperature", "top_k", "top_p", "min_p") and not is_number:
+            if (name in ("temperature", "top_k", "top_p", "min_p") or name.endswith("_penalty")) and not is_number:
                 raise RequestError(f"{name} is {number!r}; wanted a number", param=name)
         try:
             check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+            check_penalties(self.presence_penalty, self.frequency_penalty, self.repetition_penalty)
         except ValueError as error:
             raise RequestError(str(error), param=str(error).partition(" ")[0]) from None
         for name, value, low, high in (

@@ -320,6 +320,9 @@ class ChatClient(LanguageModel):
             ),
             top_logprobs=request.top_logprobs,
             begin_constraint=begin_constraint,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
         )
 
     def _fit_prompt(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> Prompt:

@@ -26,7 +26,7 @@ from jaxft.core.decode import SampledTokens
 from jaxft.core.sharding import compute_platform
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError, DeviceThreadError, NonFiniteError
-from jaxft.rollout.calls import Completion, encode_support
+from jaxft.rollout.calls import PENALIZED, Completion, encode_support
 from jaxft.rollout.device import DeviceThread, first_line, is_out_of_memory, presentable
 from jaxft.rollout.model_runner import Counts, Dispatch, ModelRunner
 from jaxft.rollout.requests import MAX_TOP_LOGPROBS, Request, check_request
@@ -314,7 +314,7 @@ class Engine:
             return False
         is_filtered = any(running.request.is_filtered for running, _ in chosen)
         decoded = [row for _, row in chosen]
-        masks = {row.slot: each.constraint.write_mask for each, row in chosen if each.constraint is not None}
+        masks = {row.slot: each.constraint for each, row in chosen if each.constraint is not None}
         if masks:
             dispatch = self._runner.advance_masked(params, decoded, masks, self.vocabulary, is_filtered=is_filtered)
         else:
@@ -362,8 +362,10 @@ def _take_tokens(running: Running, slot: int, sampled: SampledTokens, version: i
     completion.last_read = (time.perf_counter(), known + count)
     completion.first_read = completion.first_read if known else completion.last_read
     if running.request.has_supports:
-        supports = sampled.supports
-        completion.supports += [""] * count if supports is None else map(encode_support, supports[slot, :count])
+        texts, supports = [""] * count, sampled.supports
+        if supports is not None and running.request.is_limited:
+            texts = [encode_support(support) for support in supports[slot, :count]]
+        completion.supports += [PENALIZED * running.request.is_penalized + text for text in texts]
     try:
         if running.constraint is not None:
             running.constraint.feed(completion.token_ids[known:])

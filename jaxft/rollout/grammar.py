@@ -101,6 +101,41 @@ class LateEnd:
         self._left -= len(token_ids)
 
 
+class Penalized:
+    """Counts the tokens that an answer has, for its penalties, beside the constraint that it may have."""
+
+    def __init__(
+        self, constraint: Constraint | LateEnd | None, prompt_ids: Sequence[int], penalties: tuple[float, float, float]
+    ) -> None:
+        """Begin an answer.
+
+        Args:
+            constraint: the constraint of the answer; None if it is free.
+            prompt_ids: token ids of the prompt.
+            penalties: repetition, frequency and presence penalty.
+        """
+        self._constraint, self.penalties = constraint, penalties
+        self.counts = dict.fromkeys(prompt_ids, 0)
+        """The number of times that the answer has each token of it and of the prompt."""
+
+    @property
+    def is_over(self) -> bool:
+        """False: penalties hold to the end of the answer."""
+        return False
+
+    def write_mask(self, words: UInt32[np.ndarray, "W"]) -> None:
+        """Set the bits of the tokens that the constraint lets come next, or none if all may."""
+        if self._constraint is not None and not self._constraint.is_over:
+            self._constraint.write_mask(words)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Count the sampled tokens, and go on behind them; errors are those of the constraint."""
+        for token in token_ids:
+            self.counts[token] = self.counts.get(token, 0) + 1
+        if self._constraint is not None:
+            self._constraint.feed(token_ids)
+
+
 def json_grammar(schema: Any) -> Grammar:
     """Return the grammar of JSON of a schema.
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int, UInt32
+from jaxtyping import Bool, Int
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, pages_for, row_shards
 from jaxft.core.decode import Masks, SampledTokens
-from jaxft.core.sampling import LogitBias, SamplingParams
+from jaxft.core.sampling import LogitBias, Penalties, SamplingParams
 from jaxft.core.sharding import commit_like, compute_platform, device_bytes
 from jaxft.core.types import Cache, Model, Params
 from jaxft.rollout.calls import TopLogprobs
@@ -40,6 +40,7 @@ from jaxft.rollout.decode_batch import (
     slot_shapes,
     split_batch,
 )
+from jaxft.rollout.grammar import Constraint, LateEnd, Penalized
 from jaxft.rollout.requests import Request
 
 DISPATCH_TOKENS = (2, 8)
@@ -55,6 +56,9 @@ CHUNK_PAGES_ELSEWHERE = (1, 4, 16)
 PREFILL_TOKENS = {"cpu": 128}
 PREFILL_TOKENS_ELSEWHERE = 2048
 """Rows times width of a prefill program, by platform: few on a CPU, which is as efficient on few tokens as on many."""
+
+LEAST_COUNTS = 1024
+"""Least number of distinct tokens of a row that a program with penalties has room for; larger ones are powers of 2."""
 
 FEW_ROWS, FEW_SHARE = {"cpu": 4}, 8
 """Least rows of the program for few requests, by platform, and the share of the slots that it has where that is more;
@@ -103,9 +107,6 @@ class _Arrays:
     slots: DecodeBatch
     logits: dict[int, Any] = field(default_factory=dict)
 
-
-WriteMask = Callable[[UInt32[np.ndarray, "W"]], object]
-"""Function that writes the tokens which a row may draw next into words of bits that are all 0 (`pack_bits`)."""
 
 Dispatch = list[tuple[tuple[int, ...], bool, Any]]
 """Programs that decode: their slots, whether they have a row for these only, and their results on the device."""
@@ -219,7 +220,7 @@ class ModelRunner:
         self,
         params: Params,
         rows: Sequence[PrefillRow],
-        masks: Mapping[int, WriteMask],
+        constraints: Mapping[int, Constraint | LateEnd | Penalized],
         vocabulary: int,
         *,
         is_filtered: bool,
@@ -229,7 +230,7 @@ class ModelRunner:
         Args:
             params: weights to decode with.
             rows: rows to decode.
-            masks: functions that write the packed mask of a slot, by slot.
+            constraints: what limits the next token of a slot, by slot.
             vocabulary: number of tokens of a mask.
             is_filtered: as for `advance`.
         """
@@ -242,16 +243,15 @@ class ModelRunner:
             arrays.cache, logits = compute_logits(model, *given, old)
             if self._keeps_logits:
                 arrays.logits[len(tables)] = logits
-            masked = [(row if is_few else slot, slot) for row, slot in enumerate(slots) if slot in masks]
+            masked = [(row if is_few else slot, slot) for row, slot in enumerate(slots) if slot in constraints]
             size = len(tables) if self._few_rows is None or len(masked) > self._few_rows else self._few_rows
             numbers: Any = np.full(size, len(tables), np.int32)
             numbers[: len(masked)] = [row for row, _ in masked]
             allowed = np.zeros((size, -(-vocabulary // 32)), np.uint32)
             for words, (_, slot) in zip(allowed, masked, strict=False):
-                masks[slot](words)
-            arrays.slots, *results = advance_masked(
-                model, is_filtered, arrays.slots, chosen, Masks(numbers, allowed), logits
-            )
+                constraints[slot].write_mask(words)
+            masks = Masks(numbers, allowed, _penalties(size, [constraints[slot] for _, slot in masked]))
+            arrays.slots, *results = advance_masked(model, is_filtered, arrays.slots, chosen, masks, logits)
             dispatch.append((slots, is_few, results))
         return dispatch
 
@@ -429,6 +429,21 @@ class ModelRunner:
                 np.int32,
             ),
         )
+
+
+def _penalties(rows: int, constraints: Sequence[Constraint | LateEnd | Penalized]) -> Penalties | None:
+    """Return the penalties of the first rows of a program, which have these constraints; None if there is none."""
+    counts = {row: each for row, each in enumerate(constraints) if isinstance(each, Penalized)}
+    if not counts:
+        return None
+    most = max(len(each.counts) for each in counts.values())
+    table = np.zeros((2, rows, max(LEAST_COUNTS, 1 << (most - 1).bit_length())), np.int32)
+    table[0] = -1
+    weights = np.repeat(np.array([[1], [0], [0]], np.float32), rows, axis=1)
+    for row, each in counts.items():
+        table[:, row, : len(each.counts)] = list(each.counts), list(each.counts.values())
+        weights[:, row] = each.penalties
+    return Penalties(*table, *weights)
 
 
 def _by_shard(items: Sequence[Any], shards: int) -> list[list[Any]]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.checks import check_token_ids
-from jaxft.core.sampling import check_sampling
+from jaxft.core.sampling import check_penalties, check_sampling
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.grammar import Constraint, LateEnd
@@ -33,6 +33,7 @@ class Request:
             that it was called with before, 0 where sampling began again.
         top_logprobs: number of most likely tokens to return for each sampled token.
         begin_constraint: begins to follow what the answer must match: a grammar, or a least length; None if it is free.
+        presence_penalty, frequency_penalty, repetition_penalty: see `penalize`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -47,6 +48,9 @@ class Request:
     find_stop: Callable[[list[int], int], int | None] | None = None
     top_logprobs: int = 0
     begin_constraint: Callable[[], Constraint | LateEnd] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     @property
     def is_filtered(self) -> bool:
@@ -54,10 +58,25 @@ class Request:
         return bool(self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.logit_bias)
 
     @property
+    def is_limited(self) -> bool:
+        """True if a filter or grammar limits the tokens that it is drawn from."""
+        return self.is_filtered or self.begin_constraint is not None
+
+    @property
+    def penalties(self) -> tuple[float, float, float]:
+        """Its repetition, frequency and presence penalty."""
+        return self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+
+    @property
+    def is_penalized(self) -> bool:
+        """True if it has a penalty."""
+        return self.penalties != (1, 0, 0)
+
+    @property
     def has_supports(self) -> bool:
-        """True if its tokens' supports are recorded: a filter or grammar limits them, and no bias shifts them."""
+        """True if its tokens' supports are recorded: they are limited or penalized, and no bias shifts them."""
         is_shifted = any(value not in (0, -math.inf) for _, value in self.logit_bias)
-        return (self.is_filtered or self.begin_constraint is not None) and not is_shifted
+        return (self.is_limited or self.is_penalized) and not is_shifted
 
 
 def check_request(request: Request, max_context_tokens: int, vocabulary: int) -> None:
@@ -100,6 +119,7 @@ def check_request(request: Request, max_context_tokens: int, vocabulary: int) ->
         check_token_ids("prompt_ids", request.prompt_ids, vocabulary)
         check_token_ids("logit_bias", [token for token, _ in request.logit_bias], vocabulary)
         check_sampling(temperature=request.temperature, top_k=request.top_k, top_p=request.top_p, min_p=request.min_p)
+        check_penalties(request.presence_penalty, request.frequency_penalty, request.repetition_penalty)
     except ValueError as error:
         raise RequestError(str(error)) from None
 

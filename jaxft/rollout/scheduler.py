@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxft.core.cache import PAGE_TOKENS, pages_for
 from jaxft.rollout.calls import Completion
-from jaxft.rollout.grammar import Constraint, LateEnd
+from jaxft.rollout.grammar import Constraint, LateEnd, Penalized
 from jaxft.rollout.model_runner import DISPATCH_TOKENS, ModelRunner, PageCopy, PrefillChunk, PrefillRow
 from jaxft.rollout.requests import Request
 
@@ -159,7 +159,8 @@ class Running:
         reach: number of its tokens after all dispatches that were queued.
         attempt: number of times that it got a slot: results of an earlier attempt are dropped.
         keeps_tokens: True if the weights have changed since it began: sampled again, its tokens would be others.
-        constraint: the position of its answer in its grammar; None without one, or once it is over.
+        constraint: the position of its answer in its grammar, and counts for penalties; None without them, or once the
+            constraint is over.
     """
 
     request: Request
@@ -177,7 +178,7 @@ class Running:
     reach: int = 0
     attempt: int = 0
     keeps_tokens: bool = False
-    constraint: Constraint | LateEnd | None = None
+    constraint: Constraint | LateEnd | Penalized | None = None
 
     def __post_init__(self) -> None:
         self.begin()
@@ -187,6 +188,8 @@ class Running:
         self.completion = Completion()
         begin = self.request.begin_constraint
         self.constraint = None if begin is None else begin()
+        if self.request.is_penalized:
+            self.constraint = Penalized(self.constraint, self.request.prompt_ids, self.request.penalties)
         self.decode_from(())
 
     def decode_from(self, sampled: Sequence[int]) -> None:
@@ -336,7 +339,7 @@ class Scheduler:
         left = [self._limit(running) - running.reach for running in ready]
         num_steps = dispatch_tokens(left, have_waiting=bool(self.waiting))
         if any(running.constraint is not None for running in ready):
-            num_steps = 1  # the mask of the next token depends on this one
+            num_steps = 1  # the mask and the penalties of the next token depend on this one
         for running in ready:
             self._reserve(running, min(num_steps, self._limit(running) - running.reach))
         rows = [  # others gave their pages to older ones

@@ -39,8 +39,8 @@ class TokenSequence(BaseModel):
         truncated: True if a length limit cut an answer of the row.
         episode_truncated: True if a length limit cut the last answer of the episode, and the row ends with it.
         llm: name of the language model that sampled; None if unknown.
-        supports: tokens that each token could be drawn from (`encode_support`), empty for the whole vocabulary, or if
-            that holds for the whole row. In JSON each support is written once.
+        supports: tokens that each token could be drawn from (`Completion.supports`), empty for the whole vocabulary, or
+            if that holds for the whole row. In JSON each support is written once.
         is_logged: True for text of a log, of which no log-probabilities are known. In JSON only if True.
     """
 

@@ -65,6 +65,7 @@ TextOr = Annotated[
 """Text, or a value of another type."""
 
 Number = Annotated[float, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
+Penalty = Annotated[float, Field(ge=-2, le=2), AS_SENT]
 Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Seed = Annotated[int, Field(gt=-(2**63), lt=2**63)]
@@ -252,8 +253,12 @@ class CompletionFields(OpenAIRequest):
     stream_options: Annotated[StreamOptions, needs("stream")] | None = Field(
         None, description="`include_usage`; `include_obfuscation` is ignored."
     )
-    frequency_penalty: Annotated[Any, Refused("sampling has no penalties", 0)] = None
-    presence_penalty: Annotated[Any, Refused("sampling has no penalties", 0)] = None
+    frequency_penalty: Penalty | None = Field(
+        None, description="Subtracted from a token's logit for each time that the answer has it."
+    )
+    presence_penalty: Penalty | None = Field(
+        None, description="Subtracted from the logits of tokens that the answer has."
+    )
     response_format: dict[str, Any] | None = Field(
         None, description="`text`; `json_object`; or `json_schema` with a schema, which the answer then satisfies."
     )
@@ -270,7 +275,9 @@ class CompletionFields(OpenAIRequest):
     request_id: Ignored = Field(None, description="A name for logs.")
     priority: Ignored = Field(None, description="Requests are served in the order in which they come.")
     cache_salt: Ignored = Field(None, description="The prefix cache changes no answer.")
-    repetition_penalty: Annotated[Any, Refused("sampling has no penalties", 1)] = None
+    repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6), AS_SENT] | None = Field(
+        None, description="Divides positive and multiplies negative logits of tokens of prompt and answer."
+    )
     length_penalty: Annotated[Any, Refused("there is no beam search", 1)] = None
     use_beam_search: Annotated[Any, Refused("there is no beam search: ask for n answers", False)] = None
     ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer.")
@@ -301,10 +308,10 @@ def read_request(model: type[Request], body: Mapping[str, Any]) -> Request:
     >>> read_request(CompletionFields, {"model": "policy", "n": 2, "echo": None})
     Traceback (most recent call last):
     jaxft.serving.wire.APIError: echo is no known parameter: leave it out
-    >>> read_request(CompletionFields, {"model": "policy", "n": 0, "presence_penalty": 0.5})
+    >>> read_request(CompletionFields, {"model": "policy", "n": 0, "length_penalty": 0.5})
     Traceback (most recent call last):
     jaxft.serving.wire.APIError: n is 0; wanted greater than or equal to 1
-    presence_penalty is 0.5: sampling has no penalties
+    length_penalty is 0.5: there is no beam search
     """
     try:
         return model.model_validate(body)

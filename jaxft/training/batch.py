@@ -17,7 +17,7 @@ import numpy as np
 from jaxft.core.packing import Packing, pack, plan_packing, plan_padding, segments, token_index
 from jaxft.core.sharding import to_host
 from jaxft.core.types import Batch, Scored
-from jaxft.rollout.calls import decode_support
+from jaxft.rollout.calls import PENALIZED, decode_support
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.config import LossConfig
 
@@ -254,7 +254,7 @@ def make_batch(rows: list[Row], planner: BatchPlanner, *, has_supports: bool = F
         rows: rows to train.
         planner: divides them into microbatches.
         has_supports: True to take probabilities over the tokens that each token could be drawn from. What was recorded
-            over the whole vocabulary is replaced by what the token was drawn with.
+            over the whole vocabulary is replaced by what the token was drawn with. Penalties are left out of both.
 
     Raises:
         ValueError: `rows` is empty.
@@ -268,14 +268,18 @@ def make_batch(rows: list[Row], planner: BatchPlanner, *, has_supports: bool = F
     if planner.packed:
         recorded["segment_ids"], recorded["positions"] = segments(packing)
     ids = supports = None
-    if has_supports and any(row.sequence.supports for row in rows):
-        texts = list(dict.fromkeys(["", *(text for row in rows for text in row.sequence.supports)]))
-        index = {text: number for number, text in enumerate(texts)}
-        numbers = [[index[text] for text in row.sequence.supports] or 0 for row in rows]
-        ids = pack(packing, numbers, np.int32)
-        decoded = [decode_support(text) for text in texts[1:]]
+    texts = [[text.removeprefix(PENALIZED) for text in row.sequence.supports] for row in rows]
+    each = list(dict.fromkeys(itertools.chain([""], *texts)))
+    if has_supports and len(each) > 1:
+        index = {text: number for number, text in enumerate(each)}
+        ids = pack(packing, [[index[text] for text in of_row] or 0 for of_row in texts], np.int32)
+        decoded = [decode_support(text) for text in each[1:]]
         supports = np.stack([np.zeros_like(decoded[0]), *decoded])
-        recorded["sampler_logprobs"] = np.where(ids > 0, recorded["behavior_logprobs"], recorded["sampler_logprobs"])
+        penalized = [[text.startswith(PENALIZED) for text in row.sequence.supports] or False for row in rows]
+        is_drawn_with = (ids > 0) & ~pack(packing, penalized, np.bool_)
+        recorded["sampler_logprobs"] = np.where(
+            is_drawn_with, recorded["behavior_logprobs"], recorded["sampler_logprobs"]
+        )
     return TrainingBatch(
         Batch(**recorded),
         packing,

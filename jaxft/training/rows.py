@@ -14,7 +14,7 @@ import numpy as np
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import DPOItem, EpisodeItem, Trajectory, TrajectoryCollection
-from jaxft.rollout.calls import recorded_call
+from jaxft.rollout.calls import PENALIZED, recorded_call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence, token_sequences
 from jaxft.training.batch import RECORDED, CollectedRewards, Row
@@ -27,11 +27,13 @@ class TokenRecords(NamedTuple):
         is_biased: True where a logit bias changed the distribution that the token was drawn from.
         versions: policy version that sampled the token.
         trajectories: index of the token's trajectory.
+        is_penalized: True where penalties changed the probabilities that the token was drawn with.
     """
 
     is_biased: np.ndarray
     versions: np.ndarray
     trajectories: np.ndarray
+    is_penalized: np.ndarray
 
 
 HOW_TO_REWARD = (
@@ -43,7 +45,7 @@ HOW_TO_REWARD = (
 OPTIONAL = ("turns", "supports")
 """Lists of a sequence that may be empty."""
 
-NOTHING_SAMPLED = TokenRecords(*np.zeros((3, 0)))
+NOTHING_SAMPLED = TokenRecords(*np.zeros((4, 0)))
 
 
 class JobRows(NamedTuple):
@@ -72,7 +74,7 @@ class JobRows(NamedTuple):
             policy_version: version of the policy before the job.
             max_staleness: largest number of versions that tokens may be behind.
         """
-        _, versions, owners = self.sampled
+        _, versions, owners, _ = self.sampled
         if not versions.size:
             return {}
         age = policy_version - versions
@@ -161,11 +163,16 @@ def _token_records(rows: Sequence[Row]) -> tuple[TokenRecords, dict[str, float]]
         return np.concatenate([np.array(values(row))[mask] for row, mask in zip(rows, masks, strict=True)])
 
     log_mass = joined(lambda row: np.subtract(row.sequence.sampler_logprobs, row.sequence.behavior_logprobs))
-    has_support = joined(lambda row: np.array(row.sequence.supports or [""] * len(row.sequence.tokens), bool))
+    supports = [row.sequence.supports or [""] * len(row.sequence.tokens) for row in rows]
+    has_support, is_penalized = (
+        np.concatenate([np.array([*map(holds, of_row)])[mask] for of_row, mask in zip(supports, masks, strict=True)])
+        for holds in (bool, lambda text: text.startswith(PENALIZED))
+    )
     versions, owners = joined(lambda row: row.sequence.policy_versions), [row.trajectory for row in rows]
-    records = TokenRecords((log_mass != 0) & ~has_support, versions, np.repeat(owners, [mask.sum() for mask in masks]))
-    has_any = has_support.any()
-    return records, {"allowed_mass_mean": float(np.exp(log_mass[has_support]).mean())} if has_any else {}
+    of_tokens = np.repeat(owners, [mask.sum() for mask in masks])
+    records = TokenRecords((log_mass != 0) & ~has_support, versions, of_tokens, is_penalized)
+    is_known = has_support & ~is_penalized
+    return records, {"allowed_mass_mean": float(np.exp(log_mass[is_known]).mean())} if is_known.any() else {}
 
 
 def with_recorded_sequences(trajectory: Trajectory) -> Trajectory:

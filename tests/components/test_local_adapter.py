@@ -174,6 +174,7 @@ def test_a_job_has_its_name_until_it_ends(adapter, make_collection):
         ({"completion_mask": [True] * 6}, "generation 0: the first token of a sequence has no context"),
         ({"sampler_logprobs": [0.0]}, "lists of a sequence differ in length: .*'tokens': 6, .*'sampler_logprobs': 1"),
         ({"sampler_logprobs": [float("nan")] * 6}, "a recorded log-probability of a trained token is not finite"),
+        ({"supports": ["~"] * 6}, "25.0% of tokens were drawn with .*_penalty, and loss.correction is None"),
     ],
 )
 def test_rows_that_mean_nothing_are_refused(adapter, make_collection, changes, message):

@@ -11,11 +11,14 @@ from scipy.stats import chisquare
 from jaxft.core.logprobs import token_logprobs, unpack_support
 from jaxft.core.sampling import (
     LogitBias,
+    Penalties,
     SamplingParams,
     _inverse_cdf,
+    check_penalties,
     check_sampling,
     has_filters,
     kept_tokens,
+    penalize,
     sample,
     sampling_params,
 )
@@ -473,3 +476,87 @@ def test_a_bias_comes_before_the_other_filters_and_leaves_other_rows_alone():
     np.testing.assert_allclose(drawn.behavior_logprobs, np.zeros(DRAWS), atol=1e-6)
     plain = jitted_sample(logits, keys, equal_params(DRAWS))
     assert_same_bits(jitted_sample(logits, keys, biased([-1], [5.0])), plain)
+
+
+# --- Penalties.
+
+
+def penalties(tokens, repetition=1.0, frequency=0.0, presence=0.0, rows=1):
+    """The same penalties for all rows, with counts by token."""
+    table = np.array([[*tokens, -1], [*tokens.values(), 0]], np.int32)
+    weights = np.array([repetition, frequency, presence], np.float32)
+    return Penalties(*np.repeat(table[:, None], rows, axis=1), *np.repeat(weights[:, None], rows, axis=1))
+
+
+jitted_penalize = jax.jit(penalize)
+PENALIZED_LOGITS = np.array([[1.0, -1.0, 0.5, 3.0, 0.0]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({"repetition": 2.0}, [[0.5, -2.0, 0.5, 1.5, 0.0]]),
+        ({"repetition": 0.5}, [[2.0, -0.5, 0.5, 6.0, 0.0]]),
+        ({"frequency": 0.5}, [[1.0, -1.5, 0.5, 1.5, 0.0]]),
+        ({"frequency": -1.0}, [[1.0, 0.0, 0.5, 6.0, 0.0]]),
+        ({"presence": 0.5}, [[1.0, -1.5, 0.5, 2.5, 0.0]]),
+        ({"repetition": 2.0, "frequency": 0.25, "presence": 1.0}, [[0.5, -3.25, 0.5, -0.25, 0.0]]),
+        ({}, PENALIZED_LOGITS),
+    ],
+)
+def test_penalties_by_hand(weights, expected):
+    counts = {0: 0, 1: 1, 3: 3}  # token 0 is in the prompt alone
+    np.testing.assert_array_equal(jitted_penalize(PENALIZED_LOGITS, penalties(counts, **weights)), expected)
+
+
+def test_a_repetition_penalty_is_that_of_transformers():
+    """The numbers of its own test of RepetitionPenaltyLogitsProcessor."""
+    logits = np.full((2, 5), 0.1, np.float32)
+    logits[0, 0], logits[1, 4] = -0.1, 0.4
+    ids, weights = np.array([[0, 1], [4, 0]]), np.array([[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]], np.float32)
+    given = Penalties(ids, np.zeros_like(ids), *weights)
+    expected = logits.copy()
+    expected[0, :2], expected[1, [0, 4]] = (-0.2, 0.05), (0.05, 0.2)
+    np.testing.assert_allclose(jitted_penalize(logits, given), expected, rtol=1e-6)
+
+
+def test_penalties_come_before_the_temperature_and_the_filters():
+    logits = np.random.default_rng(5).normal(size=8).astype(np.float32)
+    given = penalties({2: 0, 5: 2}, repetition=1.5, frequency=0.5, presence=0.25, rows=DRAWS)
+
+    @partial(jax.jit, static_argnames="is_filtered")
+    def draw(params, given, is_filtered):
+        keys, allowed = jax.random.wrap_key_data(key_data(6, DRAWS)), jnp.zeros((DRAWS, 2), jnp.uint32)
+        options = {"is_filtered": is_filtered, "allowed": allowed, "penalties": given, "has_supports": True}
+        return sample(jnp.asarray(in_rows(logits)), keys, params, **options)
+
+    z = np.asarray(jitted_penalize(logits[None], penalties({2: 0, 5: 2}, 1.5, 0.5, 0.25)), np.float64)[0] / 0.7
+    drawn = draw(equal_params(DRAWS, 0.7), given, is_filtered=False)
+    assert_frequencies(drawn.tokens, np.exp(z))
+    for found, scaled in ((drawn.sampler_logprobs, logits / 0.7), (drawn.behavior_logprobs, z)):
+        log_probs = scaled - np.log(np.exp(scaled).sum())
+        np.testing.assert_allclose(found, log_probs[drawn.tokens], rtol=1e-5, atol=1e-6)
+
+    drawn = draw(equal_params(DRAWS, 0.7, top_k=3), given, is_filtered=True)
+    kept = np.sort(np.argsort(-z)[:3])
+    assert set(np.asarray(drawn.tokens).tolist()) == set(kept.tolist())
+    assert set(np.asarray(drawn.supports)[:, 0].tolist()) == {sum(1 << token for token in kept.tolist())}
+    for found, scaled in ((drawn.sampler_logprobs, logits / 0.7), (drawn.behavior_logprobs, z)):
+        log_probs = scaled - np.log(np.exp(scaled[kept]).sum())
+        np.testing.assert_allclose(found, log_probs[drawn.tokens], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"presence_penalty": -2.1},
+        {"frequency_penalty": 3.0},
+        {"frequency_penalty": float("nan")},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": float("inf")},
+    ],
+)
+def test_penalties_outside_their_range_are_refused(values):
+    ((name, value),) = values.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        check_penalties(*({"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1} | values).values())

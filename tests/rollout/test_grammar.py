@@ -142,6 +142,58 @@ def test_an_answer_ends_late_or_never(client, policy):
     assert len(short.token_ids) == 4 and len(ids_in(short.completion.supports[0])) == 261  # all but the end
 
 
+PENALIZED = [
+    {"repetition_penalty": 50.0, "temperature": 0.8},
+    {"presence_penalty": -1.5, "frequency_penalty": -0.7, "top_p": 0.8},
+    {"frequency_penalty": 2.0, "repetition_penalty": 0.8, "guided_regex": "[ab]{12}"},
+]
+
+
+def test_penalized_tokens_are_drawn_and_recorded_as_numpy_has_them(client, policy):
+    """Log-probabilities with penalties, those without over the same tokens, and what the trainer makes of both."""
+    penalized, free = [request(max_tokens=12, **options) for options in PENALIZED], request(max_tokens=12)
+    (alone,), (*_, beside) = ask(client, free), ask(client, *penalized, free)
+    assert beside.completion == alone.completion and not alone.completion.supports
+    episode = Episode(run_seed=0, stream=0, rollout_index=0, example_id="a", generation=0)
+    with recording(episode):
+        ask(client, *penalized)
+    params, model = asyncio.run(policy.read(lambda params: params)), policy.model
+    compute = jax.jit(lambda params, *given: model.unembed(params, model.apply(params, *given)[0]))
+    for options, call in zip(PENALIZED, sorted(episode.calls, key=lambda call: call.index), strict=True):
+        prompt, completion = len(call.prompt_ids), call.reply.completion
+        ids = np.zeros((1, 64), np.int32)
+        ids[0, : len(call.context_ids)] = call.context_ids
+        logits = np.asarray(compute(params, ids, np.arange(64, dtype=np.int32)[None]), np.float64)[0]
+        for index, (token, text) in enumerate(zip(completion.token_ids, completion.supports, strict=True)):
+            assert text.startswith("~")
+            z = logits[prompt + index - 1]
+            seen = list({*call.context_ids[: prompt + index]})
+            counts = np.bincount(completion.token_ids[:index], minlength=len(z))
+            repetition, lower = options.get("repetition_penalty", 1.0), z.copy()
+            lower[seen] = np.where(z[seen] > 0, z[seen] / repetition, z[seen] * repetition)
+            lower -= options.get("frequency_penalty", 0) * counts + options.get("presence_penalty", 0) * (counts > 0)
+            support = ids_in(text[1:]) if text[1:] else np.arange(len(z))
+            for recorded, scores in ((completion.sampler_logprobs, z), (completion.behavior_logprobs, lower)):
+                scores = scores / options.get("temperature", 1.0)
+                assert recorded[index] == pytest.approx(scores[token] - np.log(np.exp(scores[support]).sum()), abs=1e-4)
+        (row,) = token_sequences([call])
+        assert TokenSequence.model_validate_json(row.model_dump_json()) == row
+        job = make_batch([Row(row, 0)], BatchPlanner(256), has_supports=True)
+        assert (job.supports is None) == (options is PENALIZED[0])
+        scores = score_tokens(job, partial(jax.jit(partial(score_batch, model)), params))
+        mask = np.array(row.completion_mask)
+        drawn, own = job.batch.behavior_logprobs[job.tokens][mask], job.batch.sampler_logprobs[job.tokens][mask]
+        np.testing.assert_allclose(scores.logprobs[job.tokens][mask], own, atol=1e-5)  # as without penalties
+        np.testing.assert_array_equal(drawn, np.float32(completion.behavior_logprobs))
+        assert np.abs(drawn - own).max() > 0.01
+
+
+def test_a_greedy_answer_with_a_large_penalty_repeats_no_token(client):
+    (reply,) = ask(client, request(temperature=0.0, repetition_penalty=1e6, max_tokens=20, ignore_eos=True))
+    said = [*reply.prompt_ids, *reply.token_ids]
+    assert len(set(said[len(reply.prompt_ids) :])) == 20
+
+
 def test_strict_functions_get_arguments_of_their_schema(client):
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": SCHEMA, "strict": True}},

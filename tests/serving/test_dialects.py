@@ -134,7 +134,10 @@ LONG = "x" * 200
 UNIQUE = {"type": "json_schema", "json_schema": {"type": "json_schema", "name": "a", "schema": {"uniqueItems": True}}}
 REFUSALS = [
     ("chat.completions", {"model": "plaxer"}, "model", "model_not_found", "player"),
-    ("chat.completions", {"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter", "0.5"),
+    ("chat.completions", {"extra_body": {"length_penalty": 0.5}}, "length_penalty", "unsupported_parameter", "0.5"),
+    ("chat.completions", {"presence_penalty": 2.5}, "presence_penalty", None, "2.5"),
+    ("completions", {"frequency_penalty": -3}, "frequency_penalty", None, "-3"),
+    ("completions", {"extra_body": {"repetition_penalty": 0}}, "repetition_penalty", None, "0"),
     ("chat.completions", {"temperature": -1}, "temperature", None, "-1"),
     ("chat.completions", {"response_format": {"type": "xml"}}, "response_format", None, "xml"),
     ("chat.completions", {"response_format": UNIQUE}, "response_format", None, "uniqueItems"),

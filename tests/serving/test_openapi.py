@@ -94,8 +94,8 @@ def test_a_request_has_the_fields_of_its_model(schema, dialect):
     properties = body["properties"]
     assert properties["model"]["enum"] == ["player"]
     assert properties["temperature"]["anyOf"][0] | {"maximum": 1} == {"type": "number", "minimum": 0, "maximum": 1}
-    if "presence_penalty" in properties:
-        assert properties["presence_penalty"]["enum"] == [0, None]
+    if "length_penalty" in properties:
+        assert properties["length_penalty"]["enum"] == [1, None]
         assert properties["top_k"]["anyOf"] == [
             {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
             {"type": "null"},

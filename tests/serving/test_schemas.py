@@ -89,6 +89,9 @@ TAKEN = {
     "top_p": 0.25,
     "top_k": 3,
     "min_p": 0.1,
+    "presence_penalty": -2,
+    "frequency_penalty": 0.5,
+    "repetition_penalty": 1.1,
     "n": 3,
     "seed": 2**62,
     "stop": ["a", "b"],
@@ -180,7 +183,11 @@ def say(*content, role="user"):
 
 IMPOSSIBLE = [
     (CHAT, {"foo": 1}, "foo"),
-    (CHAT, {"repetition_penalty": True}, "repetition_penalty"),  # not 1
+    (CHAT, {"length_penalty": True}, "length_penalty"),  # not 1
+    (CHAT, {"repetition_penalty": True}, "repetition_penalty"),
+    (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
+    (COMPLETIONS, {"presence_penalty": -2.5}, "presence_penalty"),
+    (COMPLETIONS, {"frequency_penalty": "1"}, "frequency_penalty"),
     (CHAT, {"messages": None}, "messages"),
     (CHAT, {"messages": [1]}, "messages"),
     (MESSAGES, {"messages": []}, "messages"),
