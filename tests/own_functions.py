@@ -39,6 +39,11 @@ def detached(logprobs, completion_mask, denominators):
     ), {}
 
 
+def undefined(logprobs):
+    """No number, wherever it is computed."""
+    return 0.0 * jnp.log(-jnp.ones(())) * logprobs.sum(), {}
+
+
 def per_token(logprobs):
     """A table in the place of a scalar."""
     return logprobs, {}
@@ -119,6 +124,11 @@ def of_tokens_alone(token_rewards):
 def too_few(rewards):
     """One advantage for all."""
     return rewards[:1]
+
+
+def texts(rewards):
+    """Texts in the place of advantages."""
+    return ["much"] * len(rewards)
 
 
 def infinite(rewards):

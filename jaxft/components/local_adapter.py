@@ -44,7 +44,6 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
-from jaxft.training.function_checks import check_values
 from jaxft.training.job_records import BadBatches, KeptTokens
 from jaxft.training.memory import choose_remat, memory_advice, memory_errors, peak, peak_bytes, run_memory
 from jaxft.training.rows import job_digests
@@ -446,15 +445,7 @@ def _list_snapshots(snapshots: Iterable[str]) -> str:
 
 
 async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any) -> AsyncIterator[LocalTrainerAdapter]:
-    """Yield an adapter for the policy of `llm`.
-
-    Raises:
-        ConfigError: a loss or an estimator of one's own gives values that nothing can be trained with.
-    """
-    if faults := list(check_values(config.loss)):
-        adapters = builder.config.trainer_adapters.items()
-        name = next(name for name, each in adapters if isinstance(each, type(config)) and each.loss == config.loss)
-        raise ConfigError([f"trainer_adapters.{name}.{field}: {message}" for field, message in faults])
+    """Yield an adapter for the policy of `llm`."""
     llm = await builder.get_llm(config.llm)
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; only a local_policy can be trained here")

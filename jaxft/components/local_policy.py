@@ -31,6 +31,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.tokenizer import load_tokenizer, num_token_ids
 from jaxft.rollout.weights import sampling_mesh
+from jaxft.training.function_checks import check_values
 from jaxft.training.update import make_loss
 
 
@@ -148,9 +149,10 @@ def check_vocabulary(tokenizer: Any, shape: DecoderConfig) -> None:
 
 
 def check_loss(name: str, policy: LocalPolicyConfig, config: Config) -> None:
-    """Raise a ConfigError if the loss that a run trains the policy `llms.<name>` with has settings that exclude others.
+    """Raise a ConfigError if the loss that a run trains the policy `llms.<name>` with cannot be computed.
 
-    The adapter is made later: after a warm start, in many scripts.
+    Its settings exclude each other, or a function of one's own gives values that nothing can be trained with. The
+    adapter is made later: after a warm start, in many scripts.
     """
     chosen = config.finetuning.trainer_adapter
     adapter = config.trainer_adapters.get(chosen or "")
@@ -159,6 +161,8 @@ def check_loss(name: str, policy: LocalPolicyConfig, config: Config) -> None:
             make_loss(adapter.loss.for_context(policy.max_context_tokens))
         except ValueError as error:
             raise ConfigError([f"trainer_adapters.{chosen}.loss: {error}"]) from error
+        if faults := check_values(adapter.loss):
+            raise ConfigError([f"trainer_adapters.{chosen}.{field}: {message}" for field, message in faults])
 
 
 async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) -> ChatClient:

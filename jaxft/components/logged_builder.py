@@ -7,8 +7,11 @@ offline losses can compare them; the others are groups of one.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import Field
 
 from jaxft.components.configs import LoggedTrajectoryBuilderConfig
 from jaxft.errors import ComponentError, DatasetError
@@ -32,6 +35,52 @@ from jaxft.training.logged import Conversation, Logged, logged_sequences, read_l
 ROLES = {role.value: role for role in EpisodeItemRole}
 LISTED = 5
 """Rows that a message names."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReadRow:
+    """A row, and its conversations as tokens. No model of pydantic, as millions of tokens are not to be checked."""
+
+    row: Logged
+    sequences: Sequence[TokenSequence]
+
+
+class ReadItem(EvalInputItem):
+    """An example whose row has been read."""
+
+    read: Any = Field(exclude=True, repr=False)
+
+
+def read_item(item: EvalInputItem, template: ChatTemplate, config: LoggedTrajectoryBuilderConfig) -> ReadRow:
+    """Return the row of an example, which may have been read.
+
+    Raises:
+        ValueError: the row is of no form, or the chat template cannot write it.
+    """
+    if isinstance(item, ReadItem):
+        return item.read
+    row = read_logged(item.full_dataset_entry)
+    return ReadRow(row, logged_sequences(row, template, only_last=config.trained == "last_answer"))
+
+
+def of_each(source: str, items: Iterable[EvalInputItem], read: Callable[[EvalInputItem], T]) -> list[T]:
+    """Return what a function makes of each row.
+
+    Raises:
+        DatasetError: it raised ValueErrors; the message has the source, and those of the first rows.
+    """
+    made, faults = list[T](), list[str]()
+    for item in items:
+        try:
+            made.append(read(item))
+        except ValueError as error:
+            faults.append(f"row '{item.id}' {error}")
+    if faults:
+        more = f"; {len(faults) - LISTED} rows more have faults" if len(faults) > LISTED else ""
+        raise DatasetError(f"{source}: {'; '.join(faults[:LISTED])}{more}")
+    return made
 
 
 class LoggedTrajectoryBuilder(TrajectoryBuilder):
@@ -59,13 +108,13 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
         Raises:
             DatasetError: rows are of no form, are longer than the context, or cannot be written by the chat template.
         """
-        self.groups, self.dropped = await asyncio.to_thread(self._read, examples)
+        self.groups, self.dropped = await asyncio.to_thread(self._read, "eval.general.dataset", examples)
         by_id = {item.id: item for item in examples}
         await super().bind_evaluation(evaluation, [by_id[example_id] for example_id in self.groups])
 
     async def bind_validation(self, validation: Validation) -> None:
         """Store the validation set, and tokenise its rows."""
-        groups, _ = await asyncio.to_thread(self._read, validation.examples)
+        groups, _ = await asyncio.to_thread(self._read, "eval.validation.dataset", validation.examples)
         if _are_pairs(groups) != _are_pairs(self.groups):
             raise DatasetError("eval.validation.dataset: preferences beside conversations: both are one of the two")
         self._held_out = list(groups.values())
@@ -75,53 +124,37 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
         """Return the rows of the validation set."""
         return TrajectoryCollection(trajectories=self._held_out, run_id=run_id)
 
-    def _read(self, examples: Sequence[EvalInputItem]) -> tuple[dict[str, list[Trajectory]], int]:
+    def _read(self, source: str, examples: Sequence[EvalInputItem]) -> tuple[dict[str, list[Trajectory]], int]:
         """Return the groups of these rows, and the number of rows that were left out."""
-        groups, dropped = dict[str, list[Trajectory]](), 0
-        owners: dict[str, str] = {}
-        faults, kinds = list[str](), set[bool]()
         template, config = self._template.of_thread, self.trajectory_builder_config
-        for item in examples:
-            try:
-                row = read_logged(item.full_dataset_entry)
-                sequences = logged_sequences(row, template, only_last=config.trained == "last_answer")
-                sequences = [self._fit(each) for each in sequences]
-            except _TooLong:
-                dropped += 1
-                continue
-            except ValueError as error:
-                faults.append(f"row '{item.id}' {error}" if len(faults) < LISTED else "")
-                continue
-            kinds.add(row.is_pair)
+        read = of_each(source, examples, lambda item: self._fit(read_item(item, template, config)))
+        fitting = [(item.id, row) for item, row in zip(examples, read, strict=True) if row.sequences]
+        if len({row.row.is_pair for _, row in fitting}) == 2:
+            raise DatasetError(f"{source}: some rows are preferences and some are not: give them in two runs")
+        if not fitting:
+            raise DatasetError(f"{source}: all {len(read)} rows are longer than {self._max_tokens} tokens")
+        groups, owners = dict[str, list[Trajectory]](), dict[str, str]()
+        for item_id, read_row in fitting:
+            row = read_row.row
             has_reward = row.reward is not None and not row.is_pair
-            group = owners.setdefault(_prompt_key(row), item.id) if has_reward else item.id
+            group = owners.setdefault(_prompt_key(row), item_id) if has_reward else item_id
             members = groups.setdefault(group, [])
-            members.append(_trajectory(group, len(members), row, sequences))
-        if faults:
-            more = f"; {len(faults) - LISTED} rows more have faults" if len(faults) > LISTED else ""
-            raise DatasetError(f"logged rows: {'; '.join(filter(None, faults))}{more}")
-        if len(kinds) == 2:
-            raise DatasetError("logged rows: some are preferences and some are not: give them in two runs")
-        if not groups:
-            raise DatasetError(f"logged rows: all {dropped} are longer than {self._max_tokens} tokens")
-        return groups, dropped
+            members.append(_trajectory(group, len(members), row, read_row.sequences))
+        return groups, len(read) - len(fitting)
 
-    def _fit(self, sequence: TokenSequence) -> TokenSequence:
-        """Return a sequence that fits the context, as `long_rows` says."""
-        length, policy = len(sequence.tokens), self.trajectory_builder_config.long_rows
-        if length <= self._max_tokens:
-            return sequence
-        if policy == "drop":
-            raise _TooLong
+    def _fit(self, read: ReadRow) -> ReadRow:
+        """Return a row whose sequences fit the context, as `long_rows` says; one without any is left out."""
+        most, policy = self._max_tokens, self.trajectory_builder_config.long_rows
+        longest = max(len(each.tokens) for each in read.sequences)
+        if longest <= most:
+            return read
         if policy == "error":
             raise ValueError(
-                f"has {length} tokens, and the context {self._max_tokens}: raise max_context_tokens, or set long_rows "
-                "to drop or truncate"
+                f"has {longest} tokens, and the context {most}: raise max_context_tokens, or set long_rows to drop or "
+                "truncate"
             )
-        cut = {name: values[: self._max_tokens] for name, values in sequence if isinstance(values, list)}
-        if not any(cut["completion_mask"]):
-            raise _TooLong
-        return sequence.model_copy(update=cut | {"truncated": True})
+        sequences = [] if policy == "drop" else [_cut(each, most) for each in read.sequences]
+        return ReadRow(read.row, sequences if all(any(each.completion_mask) for each in sequences) else [])
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         """Remember the rows that are asked for: `example_ids` of `meta`, or all."""
@@ -148,8 +181,12 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
         """Do nothing: the trainer logs the metrics."""
 
 
-class _TooLong(Exception):
-    """A row that is left out."""
+def _cut(sequence: TokenSequence, most: int) -> TokenSequence:
+    """Return a sequence without the tokens behind the first `most`."""
+    if len(sequence.tokens) <= most:
+        return sequence
+    cut = {name: values[:most] for name, values in sequence if isinstance(values, list)}
+    return sequence.model_copy(update=cut | {"truncated": True})
 
 
 def _prompt_key(row: Logged) -> str:
@@ -166,7 +203,7 @@ def _are_pairs(groups: Mapping[str, list[Trajectory]]) -> bool:
     return isinstance(next(iter(groups.values()))[0].episode[0], DPOItem)
 
 
-def _trajectory(example_id: str, generation: int, row: Logged, sequences: list[TokenSequence]) -> Trajectory:
+def _trajectory(example_id: str, generation: int, row: Logged, sequences: Sequence[TokenSequence]) -> Trajectory:
     episode: list[Any]
     if row.is_pair:
         chosen, rejected = row.conversations
@@ -184,7 +221,7 @@ def _trajectory(example_id: str, generation: int, row: Logged, sequences: list[T
         reward=row.reward,  # type: ignore[arg-type]  # None: not scorable
         example_id=example_id,
         generation=generation,
-        sequences=sequences,
+        sequences=list(sequences),
     )
 
 

@@ -1,20 +1,21 @@
 """Training on logged conversations and preferences: `jaxft.sft`, `jaxft.dpo`, and the run of `jaxft init --from`."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxft import rollout
-from jaxft.components.configs import LocalPolicyConfig
+from jaxft.components.configs import LocalPolicyConfig, LoggedTrajectoryBuilderConfig
+from jaxft.components.logged_builder import ReadItem, ReadRow, of_each, read_item
 from jaxft.components.single_turn import InMemoryDatasetConfig
 from jaxft.components.train import (
     LOGGED,
     TrainResult,
-    check_rate,
-    default_rate,
     formula_field,
     policy_fields,
+    rate_field,
     run_folder,
 )
 from jaxft.errors import ConfigError, DatasetError
@@ -24,7 +25,7 @@ from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.datasets import dataset_for_file, read_csv, read_json, read_jsonl
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.rollout.chat import ChatTemplate
-from jaxft.training.logged import logged_sequences, read_logged
+from jaxft.training.logged import read_logged
 
 
 def sft(
@@ -123,9 +124,8 @@ def _run(loss: Mapping[str, Any], given: Mapping[str, Any]) -> TrainResult:
     mapping = parse_yaml(LOGGED.read_text("utf-8"), str(LOGGED))
     if held_out:
         mapping["eval"]["validation"] = {"dataset": InMemoryDatasetConfig(items=tuple(held_out))}
-    check_rate(given["optimizer"], given["learning_rate"])
-    optimizer, rate, lora = formula_field(given["optimizer"]), given["learning_rate"], given["lora"]
-    mapping["trainer_adapters"]["local"] |= {"loss": dict(loss), "optimizer": optimizer}
+    optimizer, lora = given["optimizer"], given["lora"]
+    mapping["trainer_adapters"]["local"] |= {"loss": dict(loss), "optimizer": formula_field(optimizer)}
     mapping["trainers"]["loop"] |= {"on_epoch_end": given["on_epoch_end"]}
     if given["max_length"] is not None:
         mapping["trajectory_builders"]["rows"] |= {"long_rows": "truncate"}
@@ -134,19 +134,20 @@ def _run(loss: Mapping[str, Any], given: Mapping[str, Any]) -> TrainResult:
     updates, size = given["num_updates"], given["rows_per_update"]
     fields: dict[str, Any] = {
         **{f"llms.policy.{name}": value for name, value in policy.items()},
-        "trainer_adapters.local.optimizer.learning_rate": default_rate(policy) if rate is None else rate,
+        **rate_field(optimizer, given["learning_rate"], policy, given["overrides"]),
         "trainers.loop.examples_per_update": size,
         "finetuning.num_epochs": -(-len(items) // size) if updates is None else updates,
         "finetuning.seed": given["seed"],
     }
 
     def context(config: Config) -> int:
-        policy = config.llms["policy"]
-        assert isinstance(policy, LocalPolicyConfig)
-        if given["max_length"] is not None:
-            return given["max_length"]
-        longest = _longest([*items, *held_out], policy.tokenizer or policy.path)
-        return -(-longest // 16) * 16  # equal shapes for nearly equal rows
+        policy, builder = config.llms["policy"], config.trajectory_builders["rows"]
+        assert isinstance(policy, LocalPolicyConfig) and isinstance(builder, LoggedTrajectoryBuilderConfig)
+        sections = {"rows": mapping["eval"]["general"], "validation": mapping["eval"].get("validation")}
+        read = partial(_read, policy=policy, builder=builder, wants_pairs=loss["name"] == "dpo")
+        longest = max(read(name, section) for name, section in sections.items() if section is not None)
+        rounded = -(-longest // 16) * 16  # equal shapes for nearly equal rows
+        return rounded if given["max_length"] is None else given["max_length"]
 
     fields |= given["overrides"] or {}
     if not any(name.endswith("min_reward") for name in fields):  # rewards make rows of one prompt one example
@@ -178,19 +179,37 @@ def _without_reward(item: EvalInputItem) -> EvalInputItem:
     return item.model_copy(update={"full_dataset_entry": fields})
 
 
-def _longest(items: Sequence[EvalInputItem], tokenizer: str | None) -> int:
-    """Return the tokens of the longest row; rows with faults are left to the builder."""
+def _read(
+    name: str,
+    section: dict[str, Any],
+    policy: LocalPolicyConfig,
+    builder: LoggedTrajectoryBuilderConfig,
+    wants_pairs: bool,
+) -> int:
+    """Read the rows of a dataset, once for the whole run, and return the tokens of the longest one.
+
+    Raises:
+        ConfigError: the tokenizer cannot be loaded.
+        DatasetError: rows are of no form or of another kind, or cannot be written by the chat template.
+    """
+
+    def read_one(item: EvalInputItem) -> ReadRow:
+        read = read_item(item, template, builder)
+        if read.row.is_pair != wants_pairs:
+            kind, verb = ("a preference", "dpo") if read.row.is_pair else ("no preference", "sft")
+            raise ValueError(f"is {kind}: jaxft.{verb} learns from it")
+        return read
+
     try:
-        template = ChatTemplate(rollout.load_tokenizer(tokenizer), ())
+        template = ChatTemplate(rollout.load_tokenizer(policy.tokenizer or policy.path), ())
     except ValueError as error:
         raise ConfigError([f"model: {error}"]) from error
-    lengths = [1]
-    for item in items:
-        try:
-            lengths += [len(each.tokens) for each in logged_sequences(read_logged(item.full_dataset_entry), template)]
-        except ValueError:
-            continue
-    return max(lengths)
+    items = section["dataset"].items
+    read = of_each(name, items, read_one)
+    if not template.writes_date:  # which is that of the run, and not known yet
+        read_items = (ReadItem(**dict(item), read=row) for item, row in zip(items, read, strict=True))
+        section["dataset"] = InMemoryDatasetConfig(items=tuple(read_items))
+    return max(len(each.tokens) for row in read for each in row.sequences)
 
 
 RUN = Path(__file__).with_name("logged_run.yml.template")

@@ -31,6 +31,11 @@ from jaxft.runs.files import CONFIG_FILE
 BASE = "base"
 """Value of `jaxft eval --against` for the model of the configuration: that of a run before it is trained."""
 
+NO_TRAINING = [(section, "{}") for section in ("trajectory_builders", "trainer_adapters", "trainers")]
+NO_TRAINING += [(f"finetuning.{name}", "null") for name in ("trajectory_builder", "trainer_adapter", "trainer")]
+NO_TRAINING += [("finetuning.enabled", "false")]
+"""Overrides for the evaluation of a run, which needs no loss, not even one that has changed since."""
+
 CONTEXT_TOKENS = 4096
 """Default context of a model without a run."""
 
@@ -69,6 +74,7 @@ def run_eval(parsed: argparse.Namespace, given: Sequence[str]) -> int:
 
     if parsed.run is not None:
         parsed.config_file = parsed.run / CONFIG_FILE
+        parsed.override = [*parsed.override, *NO_TRAINING]
     return run_parsed(main, parsed, [sys.argv[0], "eval", *given])
 
 

@@ -114,19 +114,17 @@ def train(
     """
     counts = {"num_generations": num_generations, "examples_per_update": examples_per_update}
     check_keywords(counts | {"max_completion_length": max_completion_length}, columns)
-    check_rate(optimizer, learning_rate)
     if resume and output_dir is None:
         raise ConfigError(["resume: needs output_dir, the folder of the run to continue, as in 'runs/train-1'"])
     examples, policy = read_examples(prompts, columns), policy_fields(model)
     functions = load_reward_functions(reward, examples)
-    rate = default_rate(policy) if learning_rate is None else learning_rate
     fields = {
         **{f"llms.policy.{name}": value for name, value in policy.items()},
         "llms.policy.slots": min(num_generations * min(examples_per_update, len(examples)), MOST_SLOTS),
         "workflow.max_tokens": max_completion_length,
         "workflow.temperature": temperature,
         "trajectory_builders.rollouts.num_generations": num_generations,
-        "trainer_adapters.local.optimizer.learning_rate": rate,
+        **rate_field(optimizer, learning_rate, policy, overrides),
         "trainers.loop.examples_per_update": examples_per_update,
         "finetuning.num_epochs": num_epochs,
         "finetuning.seed": seed,
@@ -183,15 +181,23 @@ def run_folder(
         raise
 
 
-def check_rate(optimizer: Any, learning_rate: float | None) -> None:
-    """Raise a ConfigError for a learning rate beside a whole transformation, which has its own."""
-    if isinstance(optimizer, optax.GradientTransformation) and learning_rate is not None:
-        raise ConfigError([f"learning_rate: is {learning_rate:g}, but the optimizer is a transformation with its own"])
+def rate_field(
+    optimizer: Any, rate: float | None, policy: Mapping[str, str], overrides: Mapping[str, Any] | None
+) -> dict[str, float]:
+    """Return the field of the learning rate; none if none is given and the optimizer or its schedule has its own.
 
-
-def default_rate(policy: Mapping[str, str]) -> float:
-    """Return the learning rate for a model, of random weights or of a checkpoint."""
-    return 3e-3 if "preset" in policy else 1e-5
+    Raises:
+        ConfigError: a learning rate is given beside a whole transformation.
+    """
+    path = "trainer_adapters.local.optimizer"
+    is_whole = isinstance(optimizer, optax.GradientTransformation)
+    if is_whole and rate is not None:
+        raise ConfigError([f"learning_rate: is {rate:g}, but the optimizer is a transformation with its own"])
+    has_own = is_whole or (callable(optimizer) and not Function(optimizer, "", "").takes("learning_rate"))
+    if rate is None and (has_own or ":" in str((overrides or {}).get(f"{path}.schedule"))):
+        return {}
+    default = 3e-3 if "preset" in policy else 1e-5
+    return {f"{path}.learning_rate": default if rate is None else rate}
 
 
 def formula_field(given: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import pkgutil
 import sys
@@ -56,7 +57,10 @@ class Function:
     @property
     def keywords(self) -> tuple[str, ...] | None:
         """Names of the parameters that can be given by name; None if it takes any."""
-        return keywords(self.call)
+        parameters = inspect.signature(self.call).parameters.values()
+        if any(each.kind is each.VAR_KEYWORD for each in parameters):
+            return None
+        return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -71,39 +75,31 @@ class Function:
 
     def select_keywords(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keywords that it has parameters for."""
-        return select_keywords(self.call, given)
-
-
-def keywords(function: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Return the names of the parameters that can be given by name; None if the function takes any."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return None
-    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY))
-
-
-def select_keywords(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords that a function has parameters for."""
-    known = keywords(function)
-    return {name: value for name, value in given.items() if known is None or name in known}
+        known = self.keywords
+        return {name: value for name, value in given.items() if known is None or name in known}
 
 
 def unwrap(function: Callable[..., Any]) -> Any:
-    """Return the function inside of partials and decorators such as `jax.jit`; of a callable object, its `__call__`."""
-    inner = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    """Return the function, or the callable object, inside of a partial and of decorators such as `jax.jit`."""
+    return inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+
+
+def _code(function: Callable[..., Any]) -> Any:
+    """Return the function inside of partials and decorators; of a callable object, its `__call__`."""
+    inner = unwrap(function)
     return inner if inspect.isroutine(inner) else inspect.unwrap(type(inner).__call__)
 
 
 def function_name(function: Callable[..., Any]) -> str:
     """Return the `module:name` of a function or, for a callable object, of its class."""
-    inner = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    inner = unwrap(function)
     named = inner if inspect.isroutine(inner) else type(inner)
     return f"{named.__module__}:{named.__name__}"
 
 
 def function_place(function: Callable[..., Any]) -> str:
     """Return name, file and line of a function, as far as it has them."""
-    code = unwrap(function)
+    code = _code(function)
     where = f" ({inspect.getfile(code)}:{code.__code__.co_firstlineno})" if inspect.isfunction(code) else ""
     return f"'{function_name(function).partition(':')[2]}'{where}"
 
@@ -113,7 +109,7 @@ def function_digest(function: Callable[..., Any]) -> str:
 
     Where no source can be read, as of a function typed at a prompt, the compiled code stands for it.
     """
-    inner = unwrap(function)
+    inner = _code(function)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inner)))
     except (OSError, TypeError, SyntaxError):
@@ -129,15 +125,12 @@ def function_digest(function: Callable[..., Any]) -> str:
 
 def _held_values(function: Callable[..., Any]) -> list[Any]:
     """Return the values that a partial, a closure or a callable object holds, in a fixed order."""
-    held: list[Any] = []
+    held, inner, code = list[Any](), unwrap(function), _code(function)
     if isinstance(function, functools.partial):
-        held += [*function.args, *(value for pair in sorted(function.keywords.items()) for value in pair)]
-        function = function.func
-    inner = inspect.unwrap(function)
+        held += [*function.args, *itertools.chain(*sorted(function.keywords.items()))]
     if not inspect.isroutine(inner) and "__dict__" in dir(inner):
-        held += [value for pair in sorted(vars(inner).items()) for value in pair]
-    closure = unwrap(function).__closure__ if inspect.isfunction(unwrap(function)) else None
-    return held + [cell.cell_contents for cell in closure or ()]
+        held += itertools.chain(*sorted(vars(inner).items()))
+    return held + [cell.cell_contents for cell in (inspect.isfunction(code) and code.__closure__) or ()]
 
 
 def _value_text(value: Any) -> str:
@@ -181,8 +174,7 @@ def load_function(given: Any) -> Function:
     """
     if isinstance(given, Function):
         return given
-    is_named, text = isinstance(given, str), given
-    digest = ""
+    is_named, text, digest = isinstance(given, str), given, ""
     if is_named:
         place, _, digest = given.partition("@")
         text = ConfigText(place, given.folder) if isinstance(given, ConfigText) else place
@@ -191,9 +183,9 @@ def load_function(given: Any) -> Function:
     function = import_function(text) if is_named else given
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{repr(given)[:100]} is no function: {WANTED}")
-    inner = unwrap(function)
-    if is_named and inspect.isfunction(inner) and (inner.__name__ == "<lambda>" or inner.__closure__):
-        what = "is a lambda" if inner.__name__ == "<lambda>" else f"holds {', '.join(inner.__code__.co_freevars)}"
+    code = _code(function)
+    if is_named and inspect.isfunction(code) and (code.__name__ == "<lambda>" or code.__closure__):
+        what = "is a lambda" if code.__name__ == "<lambda>" else f"holds {', '.join(code.__code__.co_freevars)}"
         raise ValueError(
             f"{text} {what}, so that a resumed run could not tell whether it has changed: write it with `def` at the "
             "top of its module, and what it needs as parameters, for 'options'"

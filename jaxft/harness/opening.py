@@ -76,7 +76,9 @@ async def open_session(
     """
     shown_on = current_console() if console is None else console
     path = config.finetuning.output_dir if output_dir is None else output_dir
-    secrets = config_secrets(config) | config_secrets(validation_config(config)) | secrets_of_environment()
+    validated = validation_config(config)
+    secrets = config_secrets(config) | secrets_of_environment()
+    secrets |= set() if validated is config else config_secrets(validated)
     shutdown = current_shutdown() if output_dir is None else None
     group, shared = process_group(), None
     if group.is_first:

@@ -5,7 +5,9 @@
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from jaxft.errors import one_line
 from jaxft.harness.functions import Function, check_options
 from jaxft.harness.supervision import innermost_user_frame
 from jaxft.training.config import LOSS_KEYWORDS, LossConfig, reads
-from jaxft.training.optimizer_config import OptimizerConfig
+from jaxft.training.optimizer_config import SETTINGS, OptimizerConfig
 from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
 
 LOSS_TABLES = (
@@ -27,7 +29,6 @@ LOSS_TABLES = (
 ESTIMATOR_TABLES = ("rewards", "group_ids", "named_rewards", "lengths", "step_rewards", "trajectories", "gamma")
 TOKEN_TABLES = ("token_rewards", "completion_mask")
 """Further tables of estimators that take a `completion_mask`, and so give an advantage per token."""
-OPTIMIZER_SETTINGS = ("learning_rate", "weight_decay", "mask", "b1", "b2")
 TAKEN_METRICS = (
     *("loss", "grad_norm", "applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates", "entropy"),
     *("updates", "learning_rate", "batch_rows", "policy_version", "trained_tokens", "groups", "episodes"),
@@ -42,51 +43,36 @@ Fault = tuple[str, str]
 """A field below `loss` or `optimizer`, and what is wrong with it."""
 
 
-def check_signatures(loss: LossConfig, optimizer: OptimizerConfig) -> Iterator[Fault]:
-    """Yield what is wrong with functions of one's own, as far as shapes and parameters tell."""
+def check_signatures(loss: LossConfig, optimizer: OptimizerConfig) -> list[Fault]:
+    """Return what is wrong with functions of one's own, as far as parameters and, if all have theirs, shapes tell."""
+    estimator_tables = (*ESTIMATOR_TABLES, *(TOKEN_TABLES if loss.is_per_token else ()))
+    functions: Sequence[tuple[str, Any, Mapping[str, Any], Sequence[str]]] = (
+        ("loss.function", loss.function, loss.options, (*LOSS_TABLES, *LOSS_KEYWORDS)),
+        ("loss.advantages", loss.estimator, {}, estimator_tables),
+        ("optimizer.schedule", optimizer.schedule, optimizer.schedule_options, ("learning_rate",)),
+        ("optimizer.function", optimizer.function, optimizer.options, (*SETTINGS, "mask")),
+    )
+    own = [each for each in functions if isinstance(each[1], Function)]
+    shapes = {"loss.function": partial(_check_loss, loss), "optimizer.schedule": partial(_check_schedule, optimizer)}
+    shapes["optimizer" if optimizer.function is None else "optimizer.function"] = partial(_check_optimizer, optimizer)
+    return _faults({field: partial(check_options, *given) for field, *given in own}) or _faults(shapes)
 
-    def unread() -> None:
-        """Raise a ValueError if the optimizer's function does not take a setting that has been changed."""
-        assert optimizer.function is not None
-        for name in ("weight_decay", "b1", "b2"):
-            is_changed = dict(optimizer)[name] != OptimizerConfig.model_fields[name].default
-            if is_changed and not optimizer.function.takes(name):
-                raise ValueError(f"{optimizer.function.place} takes no '{name}': leave it out")
 
-    rates, tables = optimizer.schedule_options, (*ESTIMATOR_TABLES, *(TOKEN_TABLES if loss.is_per_token else ()))
-    own: Sequence[tuple[str, Any, Mapping[str, Any], Sequence[str], Callable[[], None]]] = (
-        ("loss.function", loss.function, loss.options, (*LOSS_TABLES, *LOSS_KEYWORDS), lambda: _check_loss(loss)),
-        ("loss.advantages", loss.estimator, {}, tables, lambda: None),
-        ("optimizer.schedule", optimizer.schedule, rates, ("learning_rate",), lambda: _check_schedule(optimizer)),
-        ("optimizer.function", optimizer.function, optimizer.options, OPTIMIZER_SETTINGS, unread),
+def check_values(loss: LossConfig) -> list[Fault]:
+    """Return what is wrong with the values of a loss or an estimator of one's own, on two short rows."""
+    return _faults(
+        {"loss.function": partial(_check_loss_values, loss), "loss.advantages": partial(_check_advantages, loss)}
     )
 
-    faults = []
-    for field, function, options, given, check in own:
-        if not isinstance(function, Function):
-            continue
+
+def _faults(checks: Mapping[str, Callable[[], None]]) -> list[Fault]:
+    found = []
+    for field, check in checks.items():
         try:
-            check_options(function, options, given)
             check()
         except ValueError as error:
-            faults.append((field, str(error)))
-    yield from faults
-    if not faults:
-        try:
-            _check_optimizer(optimizer)
-        except ValueError as error:
-            yield "optimizer.function" if optimizer.function is not None else "optimizer", str(error)
-
-
-def check_values(loss: LossConfig) -> Iterator[Fault]:
-    """Yield what is wrong with the values of a loss or an estimator of one's own, on two short rows."""
-    own = (("loss.function", loss.function, _check_loss_values), ("loss.advantages", loss.estimator, _check_advantages))
-    for field, function, check in own:
-        try:
-            if isinstance(function, Function):
-                check(loss, function)
-        except ValueError as error:
-            yield field, str(error)
+            found.append((field, str(error)))
+    return found
 
 
 def _call(function: Function, call: Callable[[], Any]) -> Any:
@@ -106,8 +92,8 @@ def _call(function: Function, call: Callable[[], Any]) -> Any:
 
 def _check_loss(config: LossConfig) -> None:
     """Raise a ValueError unless the loss has what it reads, and returns a scalar and scalar metrics."""
-    function = config.function
-    assert function is not None
+    if (function := config.function) is None:
+        return
     has_reference = config.needs_reference and config.kl != "k1_in_reward"
     has_weights = config.correction is not None and config.correction.name not in ("ratio", "none")
     for name, is_given, way in (
@@ -129,36 +115,42 @@ def _check_loss(config: LossConfig) -> None:
                 raise ValueError(f"{function.place} returned the metric '{name}', {why}")
 
 
-def _check_loss_values(config: LossConfig, function: Function) -> None:
+def _check_loss_values(config: LossConfig) -> None:
     """Raise a ValueError unless loss and gradient are finite, whatever padding holds, and the gradient is not 0."""
-    loss, tables = make_policy_loss(config), _tables(config, is_packed=False)
+    if (function := config.function) is None:
+        return
+    loss = make_policy_loss(config)
     compute = jax.jit(jax.value_and_grad(lambda logprobs, others: loss(logprobs=logprobs, **others)[0]))
-    value, gradient = map(np.asarray, compute(tables.pop("logprobs"), tables))
-    if not np.isfinite(value) or not np.isfinite(gradient).all():
-        what = f"loss {value}" if not np.isfinite(value) else "gradient that is not finite"
-        raise ValueError(
-            f"{function.place} has a {what} on rows whose padding holds -inf: apply completion_mask before exp and log"
-        )
-    if not gradient.any():
-        raise ValueError(f"{function.place} has no gradient in logprobs, so that nothing would be learned")
+    in_padding = " whose padding holds -inf: apply completion_mask before exp and log"
+    for padding, way_out in ((0.0, ""), (-np.inf, in_padding)):
+        tables = _tables(config, is_packed=False, padding=padding)
+        value, gradient = map(np.asarray, compute(tables.pop("logprobs"), tables))
+        if not np.isfinite(value) or not np.isfinite(gradient).all():
+            what = f"loss of {value}" if not np.isfinite(value) else "gradient that is not finite"
+            raise ValueError(f"{function.place} has a {what} on two rows of log-probabilities{way_out}")
+        if not gradient.any():
+            raise ValueError(f"{function.place} has no gradient in logprobs, so that nothing would be learned")
 
 
-def _check_advantages(config: LossConfig, function: Function) -> None:
+def _check_advantages(config: LossConfig) -> None:
     """Raise a ValueError unless an estimator gives finite advantages of the shape that it should."""
+    function = config.estimator
+    if isinstance(function, str):
+        return
     job_rewards = np.array([1.0, 0.0, 0.5, np.nan])
     mask = np.arange(3) < np.array([[3], [2], [3], [1]])
     steps = np.stack([job_rewards, np.zeros(4)], axis=1) if reads(function, "step_rewards") else None
     tables = {
         "rewards": job_rewards,
         "group_ids": np.array([0, 0, 1, 1]),
-        "named_rewards": _AnyName(job_rewards),
+        "named_rewards": defaultdict(lambda: job_rewards, reward=job_rewards),  # no names are known yet
         "lengths": mask.sum(axis=1),
         "step_rewards": steps,
         "trajectories": np.arange(4),
         "gamma": config.gamma,
         **({"token_rewards": np.where(mask, 1.0, 0.0), "completion_mask": mask} if config.is_per_token else {}),
     }
-    found = np.asarray(_call(function, lambda: function.call(**function.select_keywords(tables))))
+    found = _call(function, lambda: np.asarray(function.call(**function.select_keywords(tables)), np.float64))
     wanted = mask.shape if config.is_per_token else (4,) if steps is None else steps.shape
     if found.shape != wanted:
         raise ValueError(f"{function.place} returned advantages of shape {found.shape}; wanted {wanted}")
@@ -167,22 +159,11 @@ def _check_advantages(config: LossConfig, function: Function) -> None:
         raise ValueError(f"{function.place} returned {judged[~np.isfinite(judged)][0]} for a trajectory with a reward")
 
 
-class _AnyName(dict[str, np.ndarray]):
-    """Named rewards in which every name has the same values, as the names of a run are not known yet."""
-
-    def __init__(self, values: np.ndarray) -> None:
-        super().__init__(reward=values)
-        self._values = values
-
-    def __missing__(self, name: str) -> np.ndarray:
-        return self._values
-
-
-def _tables(config: LossConfig, is_packed: bool) -> dict[str, Any]:
-    """Return tables to try a loss on: two rows, the second of which trains two tokens, and -inf in padding."""
+def _tables(config: LossConfig, is_packed: bool, padding: float = -np.inf) -> dict[str, Any]:
+    """Return tables to try a loss on: two rows, the second of which trains two tokens, and a number in padding."""
     mask = np.arange(TOKENS) < np.array([[TOKENS], [TOKENS // 2]])
-    logprobs = np.where(mask, -np.linspace(0.5, 2.0, ROWS * TOKENS).reshape(ROWS, TOKENS), -np.inf).astype(np.float32)
-    old = np.where(mask, logprobs + np.float32(0.05), -np.inf).astype(np.float32)
+    logprobs = np.where(mask, -np.linspace(0.5, 2.0, ROWS * TOKENS).reshape(ROWS, TOKENS), padding).astype(np.float32)
+    old = np.where(mask, logprobs + np.float32(0.05), padding).astype(np.float32)
     has_reference = config.needs_reference and config.kl != "k1_in_reward"
     has_weights = config.correction is not None and config.correction.name not in ("ratio", "none")
     segments = np.zeros((ROWS, TOKENS), np.int32) if is_packed else None
@@ -202,8 +183,8 @@ def _tables(config: LossConfig, is_packed: bool) -> dict[str, Any]:
 
 def _check_schedule(config: OptimizerConfig) -> None:
     """Raise a ValueError unless the schedule gives a scalar for each update."""
-    function = config.schedule
-    assert isinstance(function, Function)
+    if isinstance(function := config.schedule, str):
+        return
     schedule = _call(function, lambda: make_schedule(config))
     if not callable(schedule):
         raise ValueError(f"{function.place} returned {schedule!r:.50}; wanted an optax schedule")

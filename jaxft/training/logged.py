@@ -36,6 +36,9 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 SHAREGPT_ROLES |= {"tool": "tool", "function": "tool", "observation": "tool"}
 
+KINDS = {"text": str, "messages": list, "conversations": list}
+"""Type of the answers of forms that are not both texts and messages."""
+
 
 class Conversation(NamedTuple):
     """Messages or text, of which the answers are trained.
@@ -72,56 +75,43 @@ def read_logged(row: Mapping[str, Any]) -> Logged:
     """
     form = next((name for name, columns in FORMS.items() if all(row.get(each) is not None for each in columns)), None)
     if form is None:
-        wanted = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in FORMS.items())
-        known = sorted({column for columns in FORMS.values() for column in columns})
-        near = next((hint for name in row if "mean" in (hint := did_you_mean(name, known, what="columns"))), "")
-        raise ValueError(f"has the columns {', '.join(map(str, row)) or 'none'}, of no form{near}; forms are {wanted}")
-    tools, source = row.get("tools"), row
+        raise ValueError(_no_form(row))
+    source, asked, names, untrained = row, None, FORMS[form], tuple[int, ...]()
     if form == "preferred":
-        source = row["input"]
-        if not isinstance(source, Mapping) or "messages" not in source:
+        source, names = row["input"], names[1:]
+        if not isinstance(source, Mapping) or source.get("messages") is None:
             raise ValueError("'input' has no 'messages'")
-        tools = source.get("tools")
-        pair = row["preferred_output"], row["non_preferred_output"]
-        conversations = [
-            Conversation(_messages("input.messages", source["messages"]), _answer(*each))
-            for each in zip(("preferred_output", "non_preferred_output"), pair, strict=True)
-        ]
-    elif form == "preference":
-        conversations = _preference(row)
-    elif form == "completion":
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) != isinstance(completion, str):
-            raise ValueError("'prompt' and 'completion' are a text and messages: both are one of the two")
-        asked = prompt if isinstance(prompt, str) else _messages("prompt", prompt)
-        conversations = [Conversation(asked, _answer("completion", completion))]
-    elif form == "text":
-        conversations = [Conversation("", _answer("text", row["text"]))]
-    elif form == "conversations":
-        conversations = [Conversation([], _sharegpt(row))]
-    else:
-        given = row["messages"]
-        if not (isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)):
-            raise ValueError(f"'messages' is {given!r:.50}; wanted a list of messages")
-        weights = [1 if each.get("weight") is None else each["weight"] for each in given]
-        for weight in weights:
-            if weight not in (0, 1):
-                raise ValueError(f"a message has the weight {weight!r:.50}; wanted 0 or 1")
-        untrained = tuple(index for index, weight in enumerate(weights) if not weight)
-        plain = [{name: value for name, value in each.items() if name != "weight"} for each in given]
-        conversations = [Conversation([], _messages("messages", plain), untrained)]
-    for each in conversations:
-        _check(each)
-    if len(conversations) == 2 and conversations[0].answer == conversations[1].answer:
-        raise ValueError("chosen and rejected are the same answer, which says nothing")
+        asked = _parse("input.messages", source["messages"], list)
+    elif row.get("prompt") is not None and form in ("preference", "completion"):
+        asked, names = _parse("prompt", row["prompt"]), tuple(name for name in names if name != "prompt")
+    given = {name: row[name] for name in names}
+    if form == "conversations":
+        given[form] = _from_sharegpt(row)
+    elif form == "messages":
+        given[form], untrained = _without_weights(row[form])
+    answers = [_parse(name, each, KINDS.get(form)) for name, each in given.items()]
+    for name, answer in zip(names, answers, strict=True):
+        if isinstance(answer, str) and not answer.strip():
+            raise ValueError(f"'{name}' is empty")
+    if isinstance(asked, list):  # a text that answers messages is a message
+        answers = [[{"role": "assistant", "content": each}] if isinstance(each, str) else each for each in answers]
+    if len({isinstance(each, str) for each in (*answers, *([] if asked is None else [asked]))}) == 2:
+        columns = ", ".join(f"'{name}'" for name in ("prompt", *names) if name in row)
+        raise ValueError(f"{columns} are texts and messages; wanted all as one of the two")
+    if len(answers) == 2:
+        asked, answers = _answer_alike(asked, *answers)
+    without: Any = "" if isinstance(answers[0], str) else []
+    conversations = [Conversation(without if asked is None else asked, each, untrained) for each in answers]
+    for conversation in conversations:
+        _check(conversation)
+    tools, reward = source.get("tools") or [], row.get("reward")
     try:
-        check_tools(tools or [])
+        check_tools(tools)
     except RequestError as error:
         raise ValueError(f"tools: {error}") from None
-    reward = row.get("reward")
     if reward is not None and not (is_number(reward) and math.isfinite(reward)):
         raise ValueError(f"'reward' is {reward!r:.50}; wanted a finite number, or null")
-    return Logged(tuple(conversations), list(tools or ()), None if reward is None else float(reward))
+    return Logged(tuple(conversations), list(tools), None if reward is None else float(reward))
 
 
 def logged_sequences(row: Logged, template: ChatTemplate, *, only_last: bool = False) -> list[TokenSequence]:
@@ -152,7 +142,7 @@ def _sequence(given: Conversation, tools: Sequence[Any], template: ChatTemplate,
     if not any(mask):
         raise ValueError("nothing in it is trained")
     zeros = [0.0] * len(ids)
-    return TokenSequence(
+    return TokenSequence.model_construct(  # neither checked nor copied, which takes as long as the tokens
         tokens=ids,
         completion_mask=mask,
         sampler_logprobs=zeros,
@@ -163,52 +153,70 @@ def _sequence(given: Conversation, tools: Sequence[Any], template: ChatTemplate,
     )
 
 
-def _preference(row: Mapping[str, Any]) -> list[Conversation]:
-    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
-    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, list):
-        chosen, rejected = ([{"role": "assistant", "content": each}] for each in (chosen, rejected))
-    kinds = {isinstance(each, str) for each in (chosen, rejected, *([] if prompt is None else [prompt]))}
-    if len(kinds) == 2:
-        raise ValueError("'prompt', 'chosen' and 'rejected' are texts and messages: all are one of the two")
-    if prompt is None and kinds == {True}:
-        raise ValueError("has no 'prompt' that its texts 'chosen' and 'rejected' answer")
-    if prompt is None:  # both begin with the prompt
-        chosen, rejected = _messages("chosen", chosen), _messages("rejected", rejected)
-        same = [one == other for one, other in zip(chosen, rejected, strict=False)]
-        length = next((index for index, is_same in enumerate(same) if not is_same), len(same))
-        length = min(length, len(chosen) - 1, len(rejected) - 1)
-        prompt, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
-    elif not isinstance(prompt, str):
-        prompt = _messages("prompt", prompt)
-    return [Conversation(prompt, _answer(name, each)) for name, each in (("chosen", chosen), ("rejected", rejected))]
+def _no_form(row: Mapping[str, Any]) -> str:
+    """Return what keeps a row from being of a form, with the nearest column, or the nearest form."""
+    known = sorted({column for columns in FORMS.values() for column in columns})
+    hints = [did_you_mean(name, known, what="columns") for name in row if name not in known]
+    near = next((hint for hint in hints if "mean" in hint), "")
+    for form, columns in FORMS.items():
+        missing = [name for name in columns if row.get(name) is None]
+        if not near and len(missing) < len(columns):
+            near = f"; for the form {form} it lacks {', '.join(map(repr, missing))}"
+    wanted = "; ".join(f"{name}: {', '.join(columns)}" for name, columns in FORMS.items())
+    return f"has the columns {', '.join(map(str, row)) or 'none'}, of no form{near}; forms are {wanted}"
 
 
-def _messages(name: str, given: Any) -> list[dict[str, Any]]:
+def _parse(name: str, given: Any, kind: type | None = None) -> list[dict[str, Any]] | str:
+    """Return a text as it is, and messages in their canonical form; of one kind if one is wanted."""
+    if not isinstance(given, str | list | tuple) or kind not in (None, str if isinstance(given, str) else list):
+        wanted = "a text" if kind is str else "a list of messages" if kind is list else "a text or a list of messages"
+        raise ValueError(f"'{name}' is {given!r:.50}; wanted {wanted}")
     try:
-        return list(canonical_messages(given))
+        return given if isinstance(given, str) else list(canonical_messages(given))
     except RequestError as error:
-        raise ValueError(f"'{name}': {error}") from None
+        raise ValueError(str(error).replace("messages", name, 1)) from None
 
 
-def _answer(name: str, given: Any) -> list[dict[str, Any]] | str:
-    if isinstance(given, str):
-        if not given:
-            raise ValueError(f"'{name}' is empty")
-        return given
-    return _messages(name, given)
+def _without_weights(given: Any) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+    """Return messages without their weights, and the indices of those with a weight of 0."""
+    if not (isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)):
+        raise ValueError(f"'messages' is {given!r:.50}; wanted a list of messages")
+    weights = [1 if each.get("weight") is None else each["weight"] for each in given]
+    for index, weight in enumerate(weights):
+        if weight not in (0, 1):
+            raise ValueError(f"messages[{index}] has the weight {weight!r:.50}; wanted 0 or 1")
+    plain = [{name: value for name, value in each.items() if name != "weight"} for each in given]
+    return plain, tuple(index for index, weight in enumerate(weights) if not weight)
 
 
-def _sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     if not isinstance(row["conversations"], list):
         raise ValueError(f"'conversations' is {row['conversations']!r:.50}; wanted a list")
     for index, each in enumerate(row["conversations"]):
-        role = SHAREGPT_ROLES.get(str(each.get("from"))) if isinstance(each, Mapping) else None
-        if role is None:
+        is_known = isinstance(each, Mapping) and each.get("from") in SHAREGPT_ROLES and each.get("value") is not None
+        if not is_known:
             roles = ", ".join(SHAREGPT_ROLES)
-            raise ValueError(f"'conversations'[{index}] is {each!r:.80}; wanted 'value' and 'from', one of {roles}")
-        messages.append({"role": role, "content": each.get("value")})
-    return _messages("conversations", messages)
+            raise ValueError(f"conversations[{index}] is {each!r:.80}; wanted 'value' and 'from', one of {roles}")
+        messages.append({"role": SHAREGPT_ROLES[each["from"]], "content": each["value"]})
+    return messages
+
+
+def _answer_alike(asked: Any, chosen: Any, rejected: Any) -> tuple[Any, list[Any]]:
+    """Return the prompt of a pair and its two answers, which may both begin with it."""
+    if asked is None and isinstance(chosen, str):
+        raise ValueError("has no 'prompt' that its texts 'chosen' and 'rejected' answer")
+    if asked is None:
+        same = itertools.takewhile(lambda both: both[0] == both[1], zip(chosen[:-1], rejected[:-1], strict=False))
+        length = len(list(same))
+        asked, chosen, rejected = chosen[:length], chosen[length:], rejected[length:]
+    if chosen == rejected:
+        raise ValueError("has the same answer as chosen and as rejected, which says nothing")
+    if not isinstance(asked, str) and {chosen[0]["role"], rejected[0]["role"]} != {"assistant"}:
+        raise ValueError(
+            "has chosen and rejected messages that answer different ones; wanted two answers to one prompt"
+        )
+    return asked, [chosen, rejected]
 
 
 def _check(given: Conversation) -> None:
@@ -223,8 +231,12 @@ def _check(given: Conversation) -> None:
         raise ValueError(
             f"has the roles {', '.join(roles)}; wanted a first message of another, and a last of the assistant"
         )
+    for index, role in enumerate(roles):
+        if SHAREGPT_ROLES.get(role, role) not in (role, "tool"):
+            raise ValueError(f"message {index} has the role '{role}'; wanted '{SHAREGPT_ROLES[role]}'")
     for index, (one, next_one) in enumerate(itertools.pairwise(roles)):
-        if next_one == "system" or (one == next_one and one in ("user", "assistant")):
+        is_repeated = one == next_one and one in ("user", "assistant")
+        if next_one == "system" or is_repeated or (next_one in ("tool", "function") and one in ("user", "system")):
             raise ValueError(f"message {index + 1} is of the {next_one}, after one of the {one}: roles take turns")
     for index, each in enumerate(messages):
         if each["role"] == "assistant" and not (each["content"].strip() or each.get("tool_calls")):

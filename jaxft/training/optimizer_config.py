@@ -10,6 +10,8 @@ from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_
 from jaxft.training.config import check_named, named_function
 
 ScheduleName = Literal["constant", "linear", "cosine"]
+SETTINGS = ("learning_rate", "weight_decay", "b1", "b2")
+"""Fields that an optimizer gets if it has parameters for them."""
 
 
 class ParameterGroupConfig(ConfigModel):
@@ -84,23 +86,37 @@ class OptimizerConfig(ConfigModel):
         is_usual = self.name in ("adamw", "sgd") and not (self.options or self.groups)
         return not is_usual or isinstance(self.schedule, Function)
 
-    @model_validator(mode="after")
-    def _falls_over_some_updates(self) -> "OptimizerConfig":
-        if isinstance(self.schedule, Function):
-            if self.decay_updates is not None or self.warmup_updates:
-                raise config_error(f"{self.schedule.place} is the whole schedule: leave out warmup and decay_updates")
-        elif (self.schedule == "constant") != (self.decay_updates is None):
-            raise config_error("schedules 'linear' and 'cosine' need decay_updates, and 'constant' has none")
-        if self.schedule_options and not isinstance(self.schedule, Function):
-            raise config_error(f"schedule_options are for a function, but schedule is '{self.schedule}'")
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _is_named_function(cls, values: Any) -> Any:
         return named_function(values)
 
     @model_validator(mode="after")
-    def _is_one_optimizer(self) -> "OptimizerConfig":
+    def _reads_what_is_set(self) -> "OptimizerConfig":
+        """Refuse settings that the optimizer or the schedule would leave unread."""
         check_named(self.name, self.function)
+        changed = {name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default}
+        changed |= {"weight_decay" for each in self.groups if each.weight_decay is not None}
+        changed |= {"rate_factor" for each in self.groups if each.rate_factor not in (0.0, 1.0)}
+        if self.function is None:
+            optimizer, unread = f"optimizer '{self.name}'", set(SETTINGS[1:] if self.name == "sgd" else ())
+        else:
+            optimizer, unread = self.function.place, {name for name in SETTINGS if not self.function.takes(name)}
+            unread |= {"schedule", "warmup_updates", "rate_factor"} if "learning_rate" in unread else set()
+        falls = {"decay_updates", "end_fraction"}
+        if isinstance(self.schedule, Function):
+            schedule = f"schedule {self.schedule.place}, which is the whole one,"
+            unscheduled = {"warmup_updates", *falls}
+            unscheduled |= set() if self.schedule.takes("learning_rate") else {"learning_rate"}
+        else:
+            schedule = f"schedule '{self.schedule}'"
+            unscheduled = {"schedule_options"} | (falls if self.schedule == "constant" else set())
+        for reader, left_out in ((optimizer, unread), (schedule, unscheduled)):
+            if strange := sorted(changed & left_out):
+                raise config_error(f"{reader} takes no {', '.join(map(repr, strange))}: leave it out")
+        for each in self.groups:
+            if each.rate_factor == 0 and each.weight_decay:
+                raise config_error(f"groups: '{each.pattern}' has a rate_factor of 0, and so no decay: leave it out")
+        if self.schedule in ("linear", "cosine") and self.decay_updates is None:
+            raise config_error(f"schedule '{self.schedule}' needs decay_updates")
         return self

@@ -19,7 +19,7 @@ from jaxft.core.sharding import constrain, path_text
 from jaxft.core.types import Model, Params
 from jaxft.core.update import LossFn, Update, make_update
 from jaxft.errors import did_you_mean
-from jaxft.harness.functions import Function, select_keywords
+from jaxft.harness.functions import Function
 from jaxft.training.config import LOSS_KEYWORDS, LossConfig
 from jaxft.training.optimizer_config import OptimizerConfig, ParameterGroupConfig
 
@@ -160,8 +160,8 @@ def _make_group(config: OptimizerConfig, group: ParameterGroupConfig) -> optax.G
         **({"b1": config.b1} if config.b1 != defaults.b1 else {}),
         **({"b2": config.b2} if config.b2 != defaults.b2 else {}),
     }
-    function = OPTIMIZERS[config.name] if config.function is None else config.function.call
-    made = function(**select_keywords(function, settings), **config.options)
+    function = config.function or Function(OPTIMIZERS[config.name], config.name, "")
+    made = function.call(**function.select_keywords(settings), **config.options)
     if not isinstance(made, optax.GradientTransformation):
         raise TypeError(f"returned {made!r:.50}; wanted an optax transformation")
     return made

@@ -453,15 +453,21 @@ def test_a_loss_that_cannot_be_is_refused_before_weights_are_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape))
     load_tokenizer().save_pretrained(tmp_path)
     weights = [("llms.policy", json.dumps({"_type": "local_policy", "path": str(tmp_path)}))]
-    fault = [("trainer_adapters.local.loss", '{"name": "cispo", "delta": 5.0}')]
+    faults = {
+        '{"name": "cispo", "delta": 5.0}': r"trainer_adapters.local.loss: .*'cispo'",
+        '{"function": "tests.own_functions:undefined"}': r"loss.function: 'undefined' .* has a loss of nan",
+        '{"function": "tests.own_functions:detached"}': r"loss.function: 'detached' .* has no gradient",
+        '{"advantages": "tests.own_functions:too_few"}': r"loss.advantages: 'too_few' .* shape \(1,\); wanted \(4,\)",
+    }
 
     async def make(config):
         with RunDirectory.create(tmp_path / "run") as directory:
             async with ComponentBuilder(config, directory, Console(io.StringIO())) as builder:
                 await builder.get_llm("policy")
 
-    with pytest.raises(ConfigError, match=r"trainer_adapters.local.loss: .*'cispo'"):
-        asyncio.run(make(configured(tmp_path, weights + fault)))
+    for loss, message in faults.items():
+        with pytest.raises(ConfigError, match=message):
+            asyncio.run(make(configured(tmp_path, [*weights, ("trainer_adapters.local.loss", loss)])))
     with pytest.raises(ComponentError, match="safetensors"):
         asyncio.run(make(configured(tmp_path, [*weights, ("trainer_adapters.local.loss.name", "dr_grpo")])))
 

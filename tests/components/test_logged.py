@@ -108,11 +108,25 @@ def test_long_rows_are_refused_dropped_or_cut():
 def test_faulty_rows_are_named_five_at_once():
     with pytest.raises(DatasetError, match=r"row '0' has the columns a.*row '4' .*; 2 rows more have faults"):
         make_builder([{"a": 1}] * 7)
-    with pytest.raises(DatasetError, match="some are preferences and some are not"):
+    with pytest.raises(DatasetError, match="some rows are preferences and some are not"):
         make_builder([ROWS[0], PAIRS[0]])
     for given, message in (("abc", r"rows\[0\] is 'a'"), ([], "wanted a list"), (ROWS[0], "wanted a dictionary|list")):
         with pytest.raises(DatasetError, match=message):
             jaxft.sft("qwen3-50k", given)
+
+
+def test_rows_of_jaxft_are_refused_before_the_model_loads(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    load_tokenizer().save_pretrained(tmp_path / "model")  # without weights
+    for train, rows, options, message in (
+        (jaxft.sft, [*ROWS, {"prompt": "q", "completion": ""}], {}, "rows: row '8' 'completion' is empty"),
+        (jaxft.sft, PAIRS, {"max_length": 64}, "row '0' is a preference: jaxft.dpo learns from it"),
+        (jaxft.dpo, ROWS, {}, "row '0' is no preference: jaxft.sft learns from it"),
+        (jaxft.sft, ROWS, {"validation": PAIRS}, "validation: row '0' is a preference"),
+    ):
+        with pytest.raises(DatasetError, match=message):
+            train("model", rows, **options)
 
 
 @pytest.mark.parametrize("row, loss", [(ROWS[0], "sft"), (PAIRS[0], "dpo")])

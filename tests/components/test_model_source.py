@@ -83,7 +83,8 @@ def test_the_model_of_a_run_is_compared_with_the_one_that_it_began_with(run, tmp
         assert [item["id"] for item in output["eval_input"]["eval_input_items"]] == [q for q in QUESTIONS for _ in "ab"]
         return output["rewards"], json.loads((tmp_path / name / "result.json").read_text())
 
-    trained, result = rewards("a", run, "--against", BASE)
+    changed = ["--set", "trainer_adapters.local.loss.function=tests.own_functions:pull@000000000000"]
+    trained, result = rewards("a", run, "--against", BASE, *changed)
     shown = capsys.readouterr().out
     before, _ = rewards("b", "--config-file", "run/config.yml", "--dataset", "held_out.jsonl")
     assert trained != before

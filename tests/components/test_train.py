@@ -191,6 +191,8 @@ def test_wrong_arguments_are_refused_at_the_door_and_leave_no_folder(tmp_path, m
         (("qwen3-50k", digits, PROMPTS), {"num_generations": 1}, ConfigError, "num_generations: is 1"),
         (("qwen3-50k", digits, PROMPTS), {"reward_weights": [1, 2]}, ConfigError, "is a number for each of digits"),
         (("qwen3-50k", digits, PROMPTS), {"loss": "tests.own_functions:pul"}, ConfigError, "mean 'pull'"),
+        (("qwen3-50k", digits, PROMPTS), {"loss": own_functions.undefined}, ConfigError, "has a loss of nan"),
+        (("qwen3-50k", digits, PROMPTS), {"loss": own_functions.per_token}, ConfigError, r"shape \(2, 4\)"),
         (("qwen3-50k", digits, PROMPTS), {"on_epoch_end": print}, ConfigError, "takes neither 'metrics'"),
         (("qwen3-50k", digits, PROMPTS), {"answer": ["1"]}, DatasetError, "'answer' has 1 values"),
         (("qwen3-50k", digits, PROMPTS), {"resume": True}, ConfigError, "output_dir"),
