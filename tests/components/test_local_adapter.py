@@ -1,6 +1,7 @@
 import asyncio
 import io
 import json
+import math
 from functools import cache, partial
 
 import jax
@@ -181,6 +182,25 @@ def test_rows_that_mean_nothing_are_refused(adapter, make_collection, changes, m
     with pytest.raises(TrajectoryError, match=message):
         train(adapter, make_collection("refused", changes={2: changes}))
     assert not adapter.is_busy()
+
+
+def test_penalized_tokens_weigh_as_much_more_as_they_were_less_likely(make_policy, make_collection):
+    """Penalties that halved each probability double each weight, and the sampler agrees as it did."""
+    found = []
+    for shift in (0.0, math.log(2)):
+        adapter = make_adapter(make_policy(), {"correction": {"name": "token_truncate", "high": 1e3}})
+        collection = make_collection("penalized")
+        for trajectory in (each for group in collection.trajectories for each in group):
+            for sequence in trajectory.sequences:
+                sequence.supports = ["~"] * 6
+                sequence.behavior_logprobs = [logprob - shift for logprob in sequence.sampler_logprobs]
+        (status,) = train(adapter, collection)
+        found.append(status.metadata["metrics"])
+    whole, halved = found
+    assert halved["correction_weight_mean"] == pytest.approx(2 * whole["correction_weight_mean"], rel=1e-5)
+    for name in ("sampler_logprob_diff_mean", "sampler_kl"):
+        assert halved[name] == pytest.approx(whole[name], rel=1e-6)
+    assert "allowed_mass_mean" not in halved
 
 
 @pytest.mark.parametrize(
