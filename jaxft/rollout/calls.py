@@ -147,7 +147,7 @@ class Reply:
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Log-probability of each sampled token in nats, over the whole vocabulary at the call's temperature."""
+        """Log-probability of each sampled token in nats; see `Completion.sampler_logprobs`."""
         return tuple(self.completion.sampler_logprobs)
 
     @property
@@ -239,7 +239,7 @@ class Call:
 
     @property
     def sampler_logprobs(self) -> tuple[float, ...]:
-        """Log-probability of each sampled token over the whole vocabulary, at `temperature`."""
+        """Log-probability of each sampled token; see `Completion.sampler_logprobs`."""
         return self.reply.logprobs
 
     @property
