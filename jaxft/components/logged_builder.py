@@ -5,11 +5,12 @@ offline losses can compare them; the others are groups of one.
 """
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import Field
 
@@ -35,8 +36,6 @@ from jaxft.training.logged import Conversation, Logged, logged_sequences, read_l
 ROLES = {role.value: role for role in EpisodeItemRole}
 LISTED = 5
 """Rows that a message names."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,22 +64,22 @@ def read_item(item: EvalInputItem, template: ChatTemplate, config: LoggedTraject
     return ReadRow(row, logged_sequences(row, template, only_last=config.trained == "last_answer"))
 
 
-def of_each(source: str, items: Iterable[EvalInputItem], read: Callable[[EvalInputItem], T]) -> list[T]:
-    """Return what a function makes of each row.
+def read_items(source: str, items: Iterable[EvalInputItem], read: Callable[[EvalInputItem], ReadRow]) -> list[ReadRow]:
+    """Return the rows of examples, each as a function reads it.
 
     Raises:
         DatasetError: it raised ValueErrors; the message has the source, and those of the first rows.
     """
-    made, faults = list[T](), list[str]()
+    rows, faults = list[ReadRow](), list[str]()
     for item in items:
         try:
-            made.append(read(item))
+            rows.append(read(item))
         except ValueError as error:
             faults.append(f"row '{item.id}' {error}")
     if faults:
         more = f"; {len(faults) - LISTED} rows more have faults" if len(faults) > LISTED else ""
         raise DatasetError(f"{source}: {'; '.join(faults[:LISTED])}{more}")
-    return made
+    return rows
 
 
 class LoggedTrajectoryBuilder(TrajectoryBuilder):
@@ -127,7 +126,7 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
     def _read(self, source: str, examples: Sequence[EvalInputItem]) -> tuple[dict[str, list[Trajectory]], int]:
         """Return the groups of these rows, and the number of rows that were left out."""
         template, config = self._template.of_thread, self.trajectory_builder_config
-        read = of_each(source, examples, lambda item: self._fit(read_item(item, template, config)))
+        read = read_items(source, examples, lambda item: self._fit(read_item(item, template, config)))
         fitting = [(item.id, row) for item, row in zip(examples, read, strict=True) if row.sequences]
         if len({row.row.is_pair for _, row in fitting}) == 2:
             raise DatasetError(f"{source}: some rows are preferences and some are not: give them in two runs")
@@ -194,8 +193,7 @@ def _prompt_key(row: Logged) -> str:
     (given,) = row.conversations
     asked: Any = given.prompt
     if not asked and isinstance(given.answer, list):
-        roles = [each["role"] for each in given.answer]
-        asked = given.answer[: roles.index("assistant")]
+        asked = list(itertools.takewhile(lambda each: each["role"] != "assistant", given.answer))
     return json.dumps([asked, row.tools], sort_keys=True)
 
 

@@ -1,14 +1,13 @@
 """Training on logged conversations and preferences: `jaxft.sft`, `jaxft.dpo`, and the run of `jaxft init --from`."""
 
 import json
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxft import rollout
 from jaxft.components.configs import LocalPolicyConfig, LoggedTrajectoryBuilderConfig
-from jaxft.components.logged_builder import ReadItem, ReadRow, of_each, read_item
+from jaxft.components.logged_builder import ReadItem, ReadRow, read_item, read_items
 from jaxft.components.single_turn import InMemoryDatasetConfig
 from jaxft.components.train import (
     LOGGED,
@@ -119,11 +118,14 @@ def dpo(
 
 def _run(loss: Mapping[str, Any], given: Mapping[str, Any]) -> TrainResult:
     """Run `sft` or `dpo` with its arguments by name."""
-    policy, items = policy_fields(given["model"]), _items("rows", given["rows"])
-    held_out = [] if given["validation"] is None else _items("validation", given["validation"])
+    policy, overrides = policy_fields(given["model"]), given["overrides"] or {}
+    # Rewards make rows of one prompt one example.
+    left_out = () if any(name.endswith("min_reward") for name in overrides) else ("reward",)
+    datasets = {name: given[name] for name in ("rows", "validation") if name == "rows" or given[name] is not None}
+    examples = {name: _items(name, rows, left_out) for name, rows in datasets.items()}
+    sections = {name: {"dataset": InMemoryDatasetConfig(items=items)} for name, items in examples.items()}
     mapping = parse_yaml(LOGGED.read_text("utf-8"), str(LOGGED))
-    if held_out:
-        mapping["eval"]["validation"] = {"dataset": InMemoryDatasetConfig(items=tuple(held_out))}
+    mapping["eval"] |= {"general": sections["rows"], "validation": sections.get("validation")}
     optimizer, lora = given["optimizer"], given["lora"]
     mapping["trainer_adapters"]["local"] |= {"loss": dict(loss), "optimizer": formula_field(optimizer)}
     mapping["trainers"]["loop"] |= {"on_epoch_end": given["on_epoch_end"]}
@@ -134,82 +136,67 @@ def _run(loss: Mapping[str, Any], given: Mapping[str, Any]) -> TrainResult:
     updates, size = given["num_updates"], given["rows_per_update"]
     fields: dict[str, Any] = {
         **{f"llms.policy.{name}": value for name, value in policy.items()},
-        **rate_field(optimizer, given["learning_rate"], policy, given["overrides"]),
+        **rate_field(optimizer, given["learning_rate"], policy, overrides),
         "trainers.loop.examples_per_update": size,
-        "finetuning.num_epochs": -(-len(items) // size) if updates is None else updates,
+        "finetuning.num_epochs": -(-len(examples["rows"]) // size) if updates is None else updates,
         "finetuning.seed": given["seed"],
+        **overrides,
     }
 
     def context(config: Config) -> int:
-        policy, builder = config.llms["policy"], config.trajectory_builders["rows"]
-        assert isinstance(policy, LocalPolicyConfig) and isinstance(builder, LoggedTrajectoryBuilderConfig)
-        sections = {"rows": mapping["eval"]["general"], "validation": mapping["eval"].get("validation")}
-        read = partial(_read, policy=policy, builder=builder, wants_pairs=loss["name"] == "dpo")
-        longest = max(read(name, section) for name, section in sections.items() if section is not None)
+        longest = _read(sections, config, loss["name"])
         rounded = -(-longest // 16) * 16  # equal shapes for nearly equal rows
         return rounded if given["max_length"] is None else given["max_length"]
 
-    fields |= given["overrides"] or {}
-    if not any(name.endswith("min_reward") for name in fields):  # rewards make rows of one prompt one example
-        items = [_without_reward(item) for item in items]
-    mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(items))
     return run_folder(mapping, fields, given["output_dir"], resume=given["resume"], context=context)
 
 
-def _items(name: str, rows: Any) -> list[EvalInputItem]:
-    """Return rows as examples.
+def _items(name: str, rows: Any, left_out: Sequence[str]) -> tuple[EvalInputItem, ...]:
+    """Return rows as examples, without some columns.
 
     Raises:
         DatasetError: they are no list of dictionaries, or there is none.
     """
-    try:
-        listed = list(rows)
-    except TypeError:
-        listed = []
+    listed = list(rows) if isinstance(rows, Iterable) and not isinstance(rows, Mapping) else []
     for index, row in enumerate(listed):
         if not isinstance(row, Mapping):
             raise DatasetError(f"{name}[{index}] is {row!r:.50}; wanted a dictionary")
-    if not listed or isinstance(rows, Mapping):
+    if not listed:
         raise DatasetError(f"{name} is {rows!r:.50}; wanted a list of dictionaries")
-    return [EvalInputItem(id=str(index), full_dataset_entry=dict(row)) for index, row in enumerate(listed)]
+    entries = [{column: value for column, value in row.items() if column not in left_out} for row in listed]
+    return tuple(EvalInputItem(id=str(index), full_dataset_entry=entry) for index, entry in enumerate(entries))
 
 
-def _without_reward(item: EvalInputItem) -> EvalInputItem:
-    fields = {name: value for name, value in item.full_dataset_entry.items() if name != "reward"}
-    return item.model_copy(update={"full_dataset_entry": fields})
-
-
-def _read(
-    name: str,
-    section: dict[str, Any],
-    policy: LocalPolicyConfig,
-    builder: LoggedTrajectoryBuilderConfig,
-    wants_pairs: bool,
-) -> int:
-    """Read the rows of a dataset, once for the whole run, and return the tokens of the longest one.
+def _read(sections: Mapping[str, dict[str, Any]], config: Config, loss: str) -> int:
+    """Read the rows of the datasets, once for the whole run, and return the tokens of the longest one.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded.
-        DatasetError: rows are of no form or of another kind, or cannot be written by the chat template.
+        DatasetError: rows are of no form or not for the loss, or cannot be written by the chat template.
     """
-
-    def read_one(item: EvalInputItem) -> ReadRow:
-        read = read_item(item, template, builder)
-        if read.row.is_pair != wants_pairs:
-            kind, verb = ("a preference", "dpo") if read.row.is_pair else ("no preference", "sft")
-            raise ValueError(f"is {kind}: jaxft.{verb} learns from it")
-        return read
-
+    policy, builder = config.llms["policy"], config.trajectory_builders["rows"]
+    assert isinstance(policy, LocalPolicyConfig) and isinstance(builder, LoggedTrajectoryBuilderConfig)
     try:
         template = ChatTemplate(rollout.load_tokenizer(policy.tokenizer or policy.path), ())
     except ValueError as error:
         raise ConfigError([f"model: {error}"]) from error
-    items = section["dataset"].items
-    read = of_each(name, items, read_one)
-    if not template.writes_date:  # which is that of the run, and not known yet
-        read_items = (ReadItem(**dict(item), read=row) for item, row in zip(items, read, strict=True))
-        section["dataset"] = InMemoryDatasetConfig(items=tuple(read_items))
-    return max(len(each.tokens) for row in read for each in row.sequences)
+
+    def read_one(item: EvalInputItem) -> ReadRow:
+        read = read_item(item, template, builder)
+        kind, wanted = ("a preference", "dpo") if read.row.is_pair else ("no preference", "sft")
+        if wanted != loss:
+            raise ValueError(f"is {kind}: jaxft.{wanted} learns from it")
+        return read
+
+    longest = 1
+    for name, section in sections.items():
+        items = section["dataset"].items or ()
+        rows = read_items(name, items, read_one)
+        longest = max(longest, *(len(each.tokens) for row in rows for each in row.sequences))
+        if not template.writes_date:  # which is that of the run, and not known yet
+            read = (ReadItem(**dict(item), read=row) for item, row in zip(items, rows, strict=True))
+            section["dataset"] = InMemoryDatasetConfig(items=tuple(read))
+    return longest
 
 
 RUN = Path(__file__).with_name("logged_run.yml.template")

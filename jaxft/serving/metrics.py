@@ -34,15 +34,14 @@ ENGINE: dict[str, tuple[str, Callable[[Any], float]]] = {
     "kv_cache_used_pages": ("Pages of the cache that requests hold.", lambda engine: engine.held_pages),
     "kv_cache_free_pages": ("Pages that can be taken.", lambda engine: engine.num_pages - engine.held_pages),
     "kv_cache_usage_perc": ("Used part of the pages.", lambda engine: engine.held_pages / engine.num_pages),
+    "prompt_tokens": ("Prompt tokens.", lambda engine: engine.counts.prefilled_tokens + engine.counts.reused_tokens),
+    "prefix_cache_hits": ("Prompt tokens that the prefix cache had.", lambda engine: engine.counts.reused_tokens),
+    "generation_tokens": ("Sampled tokens.", lambda engine: engine.counts.decoded_tokens),
 }
-"""Gauges of an engine by name: description and value."""
+"""Metrics of an engine by name: description and value."""
 
-ENGINE_TOKENS: dict[str, tuple[str, Callable[[Any], int]]] = {
-    "prompt_tokens": ("Prompt tokens.", lambda counts: counts.prefilled_tokens + counts.reused_tokens),
-    "prefix_cache_hits": ("Prompt tokens that the prefix cache had.", lambda counts: counts.reused_tokens),
-    "generation_tokens": ("Sampled tokens.", lambda counts: counts.decoded_tokens),
-}
-"""Counters of an engine by name: description and value."""
+COUNTERS = ("prompt_tokens", "prefix_cache_hits", "generation_tokens")
+"""Metrics of an engine that only grow; the others are gauges."""
 
 REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """An `x-request-id` that is taken from the client; others are replaced."""
@@ -76,16 +75,12 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield the load and the counts of tokens of every engine."""
-        for name, (description, gauge) in ENGINE.items():
-            values = GaugeMetricFamily(PREFIX + name, description, labels=["model_name"])
+        for name, (description, value) in ENGINE.items():
+            family = CounterMetricFamily if name in COUNTERS else GaugeMetricFamily
+            values = family(PREFIX + name, description, labels=["model_name"])
             for model, engine in self._engines.items():
-                values.add_metric([model], gauge(engine))
+                values.add_metric([model], value(engine))
             yield values
-        for name, (description, count) in ENGINE_TOKENS.items():
-            counts = CounterMetricFamily(PREFIX + name, description, labels=["model_name"])
-            for model, engine in self._engines.items():
-                counts.add_metric([model], count(engine.counts))
-            yield counts
 
     def beside(self, app: ASGIApp) -> ASGIApp:
         """Return the app with a path for the metrics, which the address and key of an episode do not open."""

@@ -22,13 +22,6 @@ from jaxft.training.config import LOSS_KEYWORDS, LossConfig, reads
 from jaxft.training.optimizer_config import SETTINGS, OptimizerConfig
 from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
 
-LOSS_TABLES = (
-    *("logprobs", "old_logprobs", "advantages", "completion_mask", "ref_logprobs", "policy_weights", "segment_ids"),
-    *("trajectory_tokens", "denominators"),
-)
-ESTIMATOR_TABLES = ("rewards", "group_ids", "named_rewards", "lengths", "step_rewards", "trajectories", "gamma")
-TOKEN_TABLES = ("token_rewards", "completion_mask")
-"""Further tables of estimators that take a `completion_mask`, and so give an advantage per token."""
 TAKEN_METRICS = (
     *("loss", "grad_norm", "applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_updates", "entropy"),
     *("updates", "learning_rate", "batch_rows", "policy_version", "trained_tokens", "groups", "episodes"),
@@ -45,10 +38,9 @@ Fault = tuple[str, str]
 
 def check_signatures(loss: LossConfig, optimizer: OptimizerConfig) -> list[Fault]:
     """Return what is wrong with functions of one's own, as far as parameters and, if all have theirs, shapes tell."""
-    estimator_tables = (*ESTIMATOR_TABLES, *(TOKEN_TABLES if loss.is_per_token else ()))
     functions: Sequence[tuple[str, Any, Mapping[str, Any], Sequence[str]]] = (
-        ("loss.function", loss.function, loss.options, (*LOSS_TABLES, *LOSS_KEYWORDS)),
-        ("loss.advantages", loss.estimator, {}, estimator_tables),
+        ("loss.function", loss.function, loss.options, (*_tables(loss), *LOSS_KEYWORDS)),
+        ("loss.advantages", loss.estimator, {}, tuple(_estimator_tables(loss))),
         ("optimizer.schedule", optimizer.schedule, optimizer.schedule_options, ("learning_rate",)),
         ("optimizer.function", optimizer.function, optimizer.options, (*SETTINGS, "mask")),
     )
@@ -94,17 +86,13 @@ def _check_loss(config: LossConfig) -> None:
     """Raise a ValueError unless the loss has what it reads, and returns a scalar and scalar metrics."""
     if (function := config.function) is None:
         return
-    has_reference = config.needs_reference and config.kl != "k1_in_reward"
-    has_weights = config.correction is not None and config.correction.name not in ("ratio", "none")
-    for name, is_given, way in (
-        ("ref_logprobs", has_reference, "set loss.beta above 0"),
-        ("policy_weights", has_weights, "set loss.correction"),
-    ):
+    loss, tables = make_policy_loss(config), _tables(config)
+    for name, way in (("ref_logprobs", "set loss.beta above 0"), ("policy_weights", "set loss.correction")):
+        is_given = tables[name] is not None
         if name in function.required and not is_given:
             raise ValueError(f"{function.place} takes '{name}', which is None: {way}")
         if is_given and not function.takes(name):
             raise ValueError(f"{function.place} takes no '{name}', but there are some: take it, or do not {way}")
-    loss = make_policy_loss(config)
     for is_packed in (False, True):
         value, metrics = _call(function, lambda: jax.eval_shape(loss, **_tables(config, is_packed)))  # noqa: B023
         if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -123,7 +111,7 @@ def _check_loss_values(config: LossConfig) -> None:
     compute = jax.jit(jax.value_and_grad(lambda logprobs, others: loss(logprobs=logprobs, **others)[0]))
     in_padding = " whose padding holds -inf: apply completion_mask before exp and log"
     for padding, way_out in ((0.0, ""), (-np.inf, in_padding)):
-        tables = _tables(config, is_packed=False, padding=padding)
+        tables = _tables(config, padding=padding)
         value, gradient = map(np.asarray, compute(tables.pop("logprobs"), tables))
         if not np.isfinite(value) or not np.isfinite(gradient).all():
             what = f"loss of {value}" if not np.isfinite(value) else "gradient that is not finite"
@@ -137,10 +125,23 @@ def _check_advantages(config: LossConfig) -> None:
     function = config.estimator
     if isinstance(function, str):
         return
+    tables = _estimator_tables(config)
+    found = _call(function, lambda: np.asarray(function.call(**function.select_keywords(tables)), np.float64))
+    rewards, steps, mask = tables["rewards"], tables["step_rewards"], tables.get("completion_mask")
+    wanted = np.shape(mask if mask is not None else rewards if steps is None else steps)
+    if found.shape != wanted:
+        raise ValueError(f"{function.place} returned advantages of shape {found.shape}; wanted {wanted}")
+    judged = found[~np.isnan(rewards)] if mask is None else found[mask]
+    if not np.isfinite(judged).all():
+        raise ValueError(f"{function.place} returned {judged[~np.isfinite(judged)][0]} for a trajectory with a reward")
+
+
+def _estimator_tables(config: LossConfig) -> dict[str, Any]:
+    """Return tables to try an estimator on: four trajectories of two groups, the last of which nobody scored."""
     job_rewards = np.array([1.0, 0.0, 0.5, np.nan])
     mask = np.arange(3) < np.array([[3], [2], [3], [1]])
-    steps = np.stack([job_rewards, np.zeros(4)], axis=1) if reads(function, "step_rewards") else None
-    tables = {
+    steps = np.stack([job_rewards, np.zeros(4)], axis=1) if reads(config.estimator, "step_rewards") else None
+    return {
         "rewards": job_rewards,
         "group_ids": np.array([0, 0, 1, 1]),
         "named_rewards": defaultdict(lambda: job_rewards, reward=job_rewards),  # no names are known yet
@@ -150,16 +151,9 @@ def _check_advantages(config: LossConfig) -> None:
         "gamma": config.gamma,
         **({"token_rewards": np.where(mask, 1.0, 0.0), "completion_mask": mask} if config.is_per_token else {}),
     }
-    found = _call(function, lambda: np.asarray(function.call(**function.select_keywords(tables)), np.float64))
-    wanted = mask.shape if config.is_per_token else (4,) if steps is None else steps.shape
-    if found.shape != wanted:
-        raise ValueError(f"{function.place} returned advantages of shape {found.shape}; wanted {wanted}")
-    judged = found[mask] if config.is_per_token else found[~np.isnan(job_rewards)]
-    if not np.isfinite(judged).all():
-        raise ValueError(f"{function.place} returned {judged[~np.isfinite(judged)][0]} for a trajectory with a reward")
 
 
-def _tables(config: LossConfig, is_packed: bool, padding: float = -np.inf) -> dict[str, Any]:
+def _tables(config: LossConfig, is_packed: bool = False, padding: float = -np.inf) -> dict[str, Any]:
     """Return tables to try a loss on: two rows, the second of which trains two tokens, and a number in padding."""
     mask = np.arange(TOKENS) < np.array([[TOKENS], [TOKENS // 2]])
     logprobs = np.where(mask, -np.linspace(0.5, 2.0, ROWS * TOKENS).reshape(ROWS, TOKENS), padding).astype(np.float32)
@@ -196,15 +190,12 @@ def _check_schedule(config: OptimizerConfig) -> None:
 def _check_optimizer(config: OptimizerConfig) -> None:
     """Raise a ValueError unless the optimizer is an optax transformation that keeps the shapes of parameters."""
     place = f"optimizer '{config.name}'" if config.function is None else config.function.place
-    try:
-        made = make_optimizer(config.model_copy(update={"groups": ()}))
-    except Exception as error:
-        raise ValueError(f"{place} cannot be made with these options: {one_line(error)}") from error
     params = {"layers": {"kernel": _shape(jnp.float32, 2, 4, 4), "scale": _shape(jnp.float32, 2, 4)}}
     try:
+        made = make_optimizer(config.model_copy(update={"groups": ()}))
         updates, _ = jax.eval_shape(lambda p: made.update(p, made.init(p), p), params)
     except Exception as error:
-        raise ValueError(f"{place} raised {one_line(error)} on parameters of two layers") from error
+        raise ValueError(f"{place} cannot be used with these options: {one_line(error)}") from error
     if jax.tree.map(jnp.shape, updates) != jax.tree.map(jnp.shape, params):
         raise ValueError(f"{place} returned updates of other shapes than the parameters")
 

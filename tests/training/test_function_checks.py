@@ -150,7 +150,7 @@ def test_steps_take_any_function_of_rewards_and_groups():
             "optimizer.function",
             "did you mean 'strength'?",
         ),
-        ({"options": {"epsilon": 1e-6}}, "optimizer", "cannot be made with these options"),
+        ({"options": {"epsilon": 1e-6}}, "optimizer", "cannot be used with these options"),
         ({"schedule": OWN + "halving"}, "optimizer.schedule", "takes 'every', which is not given and no option"),
     ],
 )
