@@ -12,6 +12,7 @@
 A row of the first four may have a `reward`.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -141,16 +142,16 @@ def _sequence(given: Conversation, tools: Sequence[Any], template: ChatTemplate,
         ids, mask = template.conversation(messages, tools, trained[-1:] if only_last else trained)
     if not any(mask):
         raise ValueError("nothing in it is trained")
-    zeros = [0.0] * len(ids)
-    return TokenSequence.model_construct(  # neither checked nor copied, which takes as long as the tokens
-        tokens=ids,
-        completion_mask=mask,
-        sampler_logprobs=zeros,
-        behavior_logprobs=zeros,
-        temperatures=[1.0] * len(ids),
-        policy_versions=[-1] * len(ids),
-        is_logged=True,
-    )
+    # Neither checked nor copied, which takes as long as the tokens.
+    return TokenSequence.model_construct(tokens=ids, completion_mask=mask, is_logged=True, **_unknown(len(ids)))
+
+
+@functools.lru_cache(1024)
+def _unknown(length: int) -> dict[str, Any]:
+    """Return the columns that a log knows nothing of, which all rows of one length share."""
+    zeros = [0.0] * length
+    same = {"temperatures": [1.0] * length, "policy_versions": [-1] * length}
+    return {"sampler_logprobs": zeros, "behavior_logprobs": zeros, **same}
 
 
 def _no_form(row: Mapping[str, Any]) -> str:

@@ -210,7 +210,8 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
     for trajectory in trajectories:
         items = [item for item in trajectory.episode if isinstance(item, DPOItem)]
         if not items:
-            raise TrajectoryError(f"{trajectory_name(trajectory)} is no preference: wanted an episode of DPOItem")
+            name = trajectory_name(trajectory)
+            raise TrajectoryError(f"{name} is no preference (DPOItem), which 'dpo' learns from: set loss.name to sft")
         sequences = trajectory.sequences
         if sequences is None:
             sequences = [row for item in items for row in _tokenise_pair(item, template)]
