@@ -1,7 +1,7 @@
 """The public names of `jaxft.core`, each imported when it is first used; the outbuildings use no others."""
 
 from .logprobs import (
-    CHUNK_LOGITS as CHUNK_LOGITS,
+    default_chunk_tokens as default_chunk_tokens,
 )
 from .partition import (
     ADAPTER as ADAPTER,

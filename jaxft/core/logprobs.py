@@ -4,12 +4,12 @@ The one-step shift between logits and tokens happens here, in `token_logprobs`, 
 Letters: `B` rows, `T` tokens, `N` tokens of one chunk, `V` vocabulary, `W` words of 32 bits that hold `V` bits.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
@@ -20,11 +20,14 @@ from jaxft.core.types import Model, Params, Scored, same_params
 CHUNK_LOGITS = 2**27
 """Default number of logits per chunk: 512 MiB of float32."""
 
+SKIPPED_LOGITS = 2**23
+"""Least number of logits per chunk where chunks without a wanted token are skipped: 32 MiB of float32."""
+
 SUM_BLOCK = 512
 """Block size of sums over the vocabulary on CPUs, which add one by one: 150,000 terms would lose three digits."""
 
-SAVED_NAMES = "statistics of the softmax"
-"""Checkpoint name of the arrays that the backward pass does not recompute."""
+Statistics = tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]
+"""Log-probability, entropy, largest logit, and log-sum-exp relative to it, of each token."""
 
 
 def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -68,25 +71,32 @@ def logits_logprobs(
     >>> print(f"{lp[0]:.4f} {entropy[0]:.4f}")  # log(3/4); -(1/4 log 1/4 + 3/4 log 3/4)
     -0.2877 0.5623
     """
+    return _logprobs_by(softmax_statistics(logits, tokens, temperature), logits, tokens, temperature)
+
+
+def _logprobs_by(
+    statistics: Statistics, logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
+) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
+    """Return `logits_logprobs`, given the statistics, so that a gradient does not compute them again."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    logprobs, entropy = _softmax_scores(logits, tokens, scaling_temperature(temperature))
+    statistics = jax.lax.stop_gradient(statistics)
+    logprobs, entropy = _softmax_scores(logits, tokens, scaling_temperature(temperature), statistics)
     is_temperature = (temperature >= 0) & (temperature < jnp.inf)
     return jnp.where(is_temperature, logprobs, jnp.nan), jnp.where(is_temperature, entropy, jnp.nan)
 
 
 @jax.custom_jvp
 def _softmax_scores(
-    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
+    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"], statistics: Statistics
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return log-probability and entropy of each token; the derivative saves three numbers per token."""
-    return _softmax_statistics(logits, tokens, temperature)[:2]
+    """Return log-probability and entropy of each token, which are among the statistics."""
+    return statistics[:2]
 
 
 @_softmax_scores.defjvp
 def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
     """`T d log p_y = dz_y - sum(p dz)` and `T dH = -sum(p (log p + H) dz)`; the temperature is a constant."""
-    (logits, tokens, temperature), (d_logits, *_) = primals, tangents
-    chosen, entropy, shift, log_mass = _softmax_statistics(logits, tokens, temperature)
+    (logits, tokens, temperature, (chosen, entropy, shift, log_mass)), (d_logits, *_) = primals, tangents
     logprobs = (logits - shift[:, None]) / temperature[:, None] - log_mass[:, None]  # [N V]
     probs = jnp.exp(logprobs)
     # A comparison instead of a gather, whose transpose is a scatter into a table of zeros.
@@ -96,18 +106,18 @@ def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
     return (chosen, entropy), (d_chosen / temperature, d_entropy / temperature)
 
 
-def _softmax_statistics(
+def softmax_statistics(
     logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
-) -> tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]:
-    """Return log-probability, entropy, the largest logit, and the log-sum-exp relative to it."""
+) -> Statistics:
+    """Return the statistics of `softmax(logits / temperature)`, without a gradient."""
+    logits = jax.lax.stop_gradient(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    temperature = scaling_temperature(temperature)
     shift = logits.max(axis=-1)
     mass, moment = _exp_sums((logits - shift[:, None]) / temperature[:, None])
     log_mass = jnp.log(mass)
     chosen = (jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - shift) / temperature - log_mass
     # Neither term is negative. logsumexp(z) - sum(p z) is the same number, but loses digits where logits are large.
-    entropy = log_mass - moment / mass
-    entropy, shift, log_mass = (checkpoint_name(x, SAVED_NAMES) for x in (entropy, shift, log_mass))
-    return chosen, entropy, shift, log_mass
+    return chosen, log_mass - moment / mass, shift, log_mass
 
 
 def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
@@ -140,6 +150,18 @@ def _exp_sums_in_blocks(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Floa
     return mass + mass_of_rest, moment + moment_of_rest
 
 
+def default_chunk_tokens(vocabulary: int, tokens: int, *, is_partial: bool) -> int:
+    """Return the tokens per chunk of a device that has so many tokens, of which it scores all, or `is_partial`.
+
+    >>> [default_chunk_tokens(2**17, 2**14, is_partial=is_partial) for is_partial in (False, True)]
+    [1024, 1024]
+    >>> [default_chunk_tokens(2**15, 2**11, is_partial=is_partial) for is_partial in (False, True)]
+    [4096, 256]
+    """
+    fitting = max(16, CHUNK_LOGITS // vocabulary)
+    return min(fitting, max(SKIPPED_LOGITS // vocabulary, -(-tokens // 16))) if is_partial else fitting
+
+
 def token_logprobs(
     model: Model,
     params: Params,
@@ -154,6 +176,7 @@ def token_logprobs(
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
     supports: UInt32[Array, "B T W"] | None = None,
+    wanted: Bool[Array, "B T"] | None = None,
 ) -> Scored:
     """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
@@ -174,6 +197,8 @@ def token_logprobs(
         teacher_params: parameters of `teacher`.
         supports: tokens that each token could be drawn from (`pack_bits`; 0 for the whole vocabulary), over which
             probabilities and entropy are taken. The divergence from a teacher is over the whole vocabulary.
+        wanted: True for the tokens to score, which come first into the chunks, so that chunks without any are skipped;
+            the scores of others are 0 or right, and have no gradient. None for all.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -206,9 +231,9 @@ def token_logprobs(
         teacher_params = jax.lax.stop_gradient(teacher_params)
         its_hidden, _ = teacher.model.apply(teacher_params, tokens, positions, segment_ids=segment_ids)
         scored.append(jax.lax.stop_gradient(its_hidden[:, :-1]))
-    within = None if supports is None else supports[:, 1:]
+    options = [None if each is None else each[:, 1:] for each in (wanted, supports)]
     logprobs, entropy, *distances = _score(
-        model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, within, *scored
+        model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *options, *scored
     )
     next_values = None
     if value_head is not None:
@@ -294,6 +319,7 @@ def _score(
     chunk_tokens: int | None,
     params: Params,
     teacher_params: Params | None,
+    wanted: Bool[Array, "B S"] | None,
     supports: UInt32[Array, "B S W"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
@@ -311,15 +337,16 @@ def _score(
         sharding = None  # which changes no bit
     if chunk_tokens is None:
         tables = 1 if teacher is None else 2  # the teacher's logits are in memory beside the policy's
-        fitting = max(16, CHUNK_LOGITS // (tables * vocabulary_size(model, params)))
-        chunk_tokens = fitting * (sharding.devices if sharding else 1)
+        devices = sharding.devices if sharding else 1
+        of_device = tables * vocabulary_size(model, params), tokens.size // devices
+        chunk_tokens = default_chunk_tokens(*of_device, is_partial=wanted is not None) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     head = params
     if model.head is not same_params and (sharding is not None or hidden.dtype.itemsize < 4):
         head, hidden = _exchange_together(model.head(params), hidden)
     heads = (head, None if teacher is None or teacher_params is None else teacher.model.head(teacher_params))
-    given: tuple[Any, ...] = supports, hidden, tokens, temperature, *teacher_hidden
+    given: tuple[Any, ...] = wanted, supports, hidden, tokens, temperature, *teacher_hidden
     if sharding is None:
         return _score_in_chunks(model, teacher, entropy_gradient, chunk_tokens, heads, *given)
     length = tokens.shape[1]
@@ -336,6 +363,7 @@ def _score_in_chunks(
     entropy_gradient: bool,
     chunk_tokens: int,
     heads: tuple[Params, Params | None],
+    wanted: Bool[Array, "B S"] | None,
     supports: UInt32[Array, "B S W"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
@@ -343,45 +371,125 @@ def _score_in_chunks(
     *teacher_hidden: Float[Array, "B S E"],
 ) -> tuple[Float[Array, "B S"], ...]:
     """Return the same scores of the tokens, chunk by chunk, on one device."""
-    params, teacher_head = heads
-    sums = jax.tree.map(_gradient_sum, params)
-
-    def score(
-        sums: Params,
-        supports: UInt32[Array, "C W"] | None,
-        hidden: Float[Array, "C D"],
-        tokens: Int[Array, "C"],
-        temperature: Float[Array, "C"],
-        *teacher_hidden: Float[Array, "C E"],
-    ) -> tuple[Float[Array, "C"], ...]:
-        head = jax.tree.map(_add_gradient_to, sums, params)
-        logits = model.unembed(head, hidden)
-        within = logits if supports is None else jnp.where(unpack_support(supports, logits.shape[1]), logits, -jnp.inf)
-        logprobs, entropy = logits_logprobs(within, tokens, temperature)
-        scores = logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
-        if teacher is None:
-            return scores
-        assert teacher_head is not None
-        its_logits = teacher.model.unembed(teacher_head, *teacher_hidden)
-        return *scores, divergence(logits, its_logits, scaling_temperature(temperature), teacher.kind, teacher.mixing)
-
-    rematerialized = jax.checkpoint(score, policy=jax.checkpoint_policies.save_only_these_names(SAVED_NAMES))
     total = tokens.size
     chunks = max(1, -(-total // chunk_tokens))
     width = -(-total // chunks)  # chunks of one size, or the last would be mostly padding
+    order, count = None, total
+    if wanted is not None and chunks > 1:
+        order, count = jnp.argsort(~wanted.reshape(total)), wanted.sum()
 
     def split(x: Array) -> Array:
         flat = x.reshape(total, *x.shape[2:])
+        if order is not None:
+            flat = flat.at[order].get(mode="promise_in_bounds", unique_indices=True)
         if missing := chunks * width - total:  # the gradient of jnp.pad adds four arrays of zeros
             flat = jnp.concatenate([flat, jnp.repeat(flat[-1:], missing, axis=0)])
         return flat.reshape(chunks, width, *flat.shape[1:])
 
     def join(x: Float[Array, "..."]) -> Float[Array, "B S"]:
-        return x.reshape(-1)[:total].reshape(tokens.shape)
+        flat = x.reshape(-1)[:total]
+        if order is not None:
+            flat = jnp.zeros_like(flat).at[order].set(flat, mode="promise_in_bounds", unique_indices=True)
+        return flat.reshape(tokens.shape)
 
-    inputs = jax.tree.map(split, (supports, hidden, tokens, temperature, *teacher_hidden))
-    if chunks == 1:
-        scores = rematerialized(sums, *jax.tree.map(lambda x: x[0], inputs))
-    else:
-        scores = jax.lax.map(lambda chunk: rematerialized(sums, *chunk), inputs)
+    hidden, *rest = jax.tree.map(split, [hidden, supports, tokens, temperature, *teacher_hidden])
+    score = partial(_score_chunk, model, teacher, entropy_gradient)
+    sums = jax.tree.map(_gradient_sum, heads[0])
+    scores = _score_chunks(score, (sums, hidden), (jax.lax.stop_gradient(heads), tuple(rest)), count)
     return tuple(map(join, scores))
+
+
+def _score_chunk(
+    model: Model,
+    teacher: Teacher | None,
+    entropy_gradient: bool,
+    moved: tuple[Params, Float[Array, "C D"]],
+    heads: tuple[Params, Params | None],
+    rest: tuple[Any, ...],
+    statistics: Statistics | None = None,
+) -> tuple[tuple[Float[Array, "C"], ...], Statistics]:
+    """Return scores of the tokens of a chunk, and their statistics, which are computed unless they are given.
+
+    Args:
+        moved: the head or its gradient's accumulators, and the hidden states, into which gradients flow.
+        heads: heads of policy and teacher.
+        rest: supports, tokens, temperatures, and the teacher's hidden states if there is one.
+    """
+    (sums, hidden), (params, teacher_head) = moved, heads
+    supports, tokens, temperature, *teacher_hidden = rest
+    logits = model.unembed(jax.tree.map(_add_gradient_to, sums, params), hidden)
+    within = logits if supports is None else jnp.where(unpack_support(supports, logits.shape[1]), logits, -jnp.inf)
+    if statistics is None:
+        statistics = softmax_statistics(within, tokens, temperature)
+    logprobs, entropy = _logprobs_by(statistics, within, tokens, temperature)
+    scores = logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
+    if teacher is None:
+        return scores, statistics
+    assert teacher_head is not None
+    its_logits = teacher.model.unembed(teacher_head, *teacher_hidden)
+    distance = divergence(logits, its_logits, scaling_temperature(temperature), teacher.kind, teacher.mixing)
+    return (*scores, distance), statistics
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _score_chunks(score: Callable[..., Any], moved: Any, constant: Any, count: Any) -> Any:
+    """Return the scores of the chunks that hold the first `count` tokens, and 0 for others.
+
+    The backward pass computes the logits of a chunk again, but not their statistics, and adds to the head's gradient
+    only what those chunks have.
+
+    Args:
+        score: `_score_chunk` with its options bound.
+        moved: the head, or its gradient's accumulators, and the chunks' hidden states: gradients flow into these.
+        constant: the heads of policy and teacher, and the chunks' other tables.
+        count: number of tokens to score.
+    """
+    return _score_chunks_forward(score, moved, constant, count)[0]
+
+
+def _score_chunks_forward(score: Any, moved: Any, constant: Any, count: Any) -> tuple[Any, Any]:
+    (sums, hidden), (heads, rest) = moved, constant
+
+    def compute(chunk: Any) -> Any:
+        return score((sums, chunk[0]), heads, chunk[1])
+
+    def step(_: None, each: Any) -> tuple[None, Any]:
+        first, chunk = each
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, chunk))
+        return None, jax.lax.cond(first < count, compute, lambda _: zeros, chunk)
+
+    if len(hidden) == 1:
+        scores, statistics = jax.tree.map(lambda x: x[None], compute(jax.tree.map(lambda x: x[0], (hidden, rest))))
+    else:
+        _, (scores, statistics) = jax.lax.scan(step, None, (_first_tokens(hidden), (hidden, rest)))
+    return scores, (moved, constant, statistics, count)
+
+
+def _score_chunks_backward(score: Any, saved: Any, d_scores: Any) -> tuple[Any, None, None]:
+    (sums, hidden), (heads, rest), statistics, count = saved
+
+    def compute(sums_so_far: Params, chunk: Any) -> tuple[Any, Array]:
+        hidden, rest, statistics, d_scores = chunk
+        _, pull = jax.vjp(lambda moved: score(moved, heads, rest, statistics)[0], (sums, hidden))
+        ((added, d_hidden),) = pull(d_scores)
+        return jax.tree.map(jnp.add, sums_so_far, added), d_hidden
+
+    def step(sums_so_far: Params, each: Any) -> tuple[Params, Array]:
+        first, chunk = each
+        return jax.lax.cond(
+            first < count, compute, lambda total, chunk: (total, jnp.zeros_like(chunk[0])), sums_so_far, chunk
+        )
+
+    chunks, zeros = (hidden, rest, statistics, d_scores), jax.tree.map(jnp.zeros_like, sums)
+    if len(hidden) == 1:
+        d_sums, d_hidden = compute(zeros, jax.tree.map(lambda x: x[0], chunks))
+        return (d_sums, d_hidden[None]), None, None
+    return jax.lax.scan(step, zeros, (_first_tokens(hidden), chunks)), None, None
+
+
+_score_chunks.defvjp(_score_chunks_forward, _score_chunks_backward)
+
+
+def _first_tokens(chunks: Float[Array, "M C D"]) -> Int[Array, "M"]:
+    """Return the index of the first token of each chunk."""
+    return jnp.arange(chunks.shape[0]) * chunks.shape[1]

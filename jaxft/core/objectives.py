@@ -397,4 +397,5 @@ def score_batch(
         teacher=teacher,
         teacher_params=teacher_params,
         supports=batch.supports,
+        wanted=batch.completion_mask,
     )

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft import DecoderConfig, LoraSpec, Sharding
-from jaxft.core import ADAPTER, BASE, CHUNK_LOGITS, device_bytes
+from jaxft.core import ADAPTER, BASE, default_chunk_tokens, device_bytes
 from jaxft.models import Remat, layer_runs, parameter_shapes
 from jaxft.planning.flops import block_weights, head_weights
 from jaxft.rollout import PREFILL_TOKENS_ELSEWHERE
@@ -167,7 +167,7 @@ def update_bytes(
     of_base, of_adapter = (_sharded_bytes(sharding, {"layers": tree["layers"]}, dtype) for tree in (base, adapter))
     vocabulary = head_weights(config)
     scored = -(-(rows // row_shards) * (tokens - 1) // tensor)
-    chunks = -(-scored // max(16, CHUNK_LOGITS // config.vocab_size))
+    chunks = -(-scored // default_chunk_tokens(config.vocab_size, scored, is_partial=True))
     kept = activations.kept(remat, _everything(activations, repeats_heads, config))
     return UpdateBytes(
         kept=config.num_layers * kept,

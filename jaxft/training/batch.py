@@ -138,13 +138,15 @@ def _cut_batch(batch: Batch, rows: slice, width: int) -> Batch:
 
 
 def padded_width(tokens: int) -> int:
-    """Round a sequence length up to a table width: 16, 32, 48, 64, 96, 128, 192, 256, ...
+    """Round a sequence length up to a table width: a multiple of 16 up to 128, then 192, 256, 384, 512, 768, ...
 
-    >>> [padded_width(n) for n in (5, 80, 97, 300, 513)]
-    [16, 96, 128, 384, 768]
+    >>> [padded_width(n) for n in (5, 70, 97, 300, 513)]
+    [16, 80, 112, 384, 768]
     """
     power = power_of_two(tokens)
-    return power * 3 // 4 if power >= 64 and tokens <= power * 3 // 4 else power
+    if power <= 128:
+        return -(-tokens // 16) * 16
+    return power * 3 // 4 if tokens <= power * 3 // 4 else power
 
 
 def power_of_two(tokens: int) -> int:
@@ -219,10 +221,10 @@ class BatchPlanner:
     def widths(self, longest: int) -> list[int]:
         """Return the widths that a table whose longest sequence has so many tokens may have, in ascending order.
 
-        A packed one may be wider: in 96 tokens, sequences of 80 and of 48 lie alone, in 128 together.
+        A packed one may be wider: in 80 tokens, sequences of 80 and of 48 lie alone, in 128 together.
 
         >>> BatchPlanner(1024, packed=True).widths(80), BatchPlanner(1024).widths(80)
-        ([96, 128], [96])
+        ([80, 128], [80])
         """
         narrow, wide = padded_width(longest), max(power_of_two(longest), PACKED_WIDTH)
         has_room = wide * self.row_shards <= self.microbatch_tokens  # a microbatch has a row for each shard of the mesh
@@ -358,9 +360,9 @@ def with_signal(job: TrainingBatch, planner: BatchPlanner) -> tuple[TrainingBatc
     """
     moves = np.asarray(job.batch.completion_mask & (job.batch.advantages != 0))[job.tokens]
     kept = np.unique(job.trajectories[job.places[0][moves]])
-    if not kept.size:
-        return job, 0
     chosen = np.isin(job.trajectories, kept)
+    if chosen.all() or not kept.size:
+        return job, 0
     return select_sequences(job, np.flatnonzero(chosen), planner), len(np.unique(job.trajectories[~chosen]))
 
 
@@ -380,15 +382,13 @@ def divide(
 
 
 def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlanner) -> TrainingBatch:
-    """Return a batch of some sequences of a job, in tables of their own; the job itself if all are chosen.
+    """Return a batch of some sequences of a job, in tables of their own.
 
     Args:
         job: the job, with scores and advantages.
         chosen: indices of the sequences, ascending.
-        planner: planner of the job.
+        planner: divides them into microbatches.
     """
-    if len(chosen) == len(job.trajectories):
-        return job
     packing, shapes = planner.plan(job.packing.lengths[chosen].tolist(), job.packing.width)
     index, is_chosen = token_index(packing), np.isin(job.places[0], chosen)
     source = tuple(each[is_chosen] for each in job.tokens)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +80,9 @@ def can_pack(model: Model, params: Params) -> bool:
         return False
     return True
 
+
+KEPT_SHARE = 16
+"""Microbatches of kept rows are so many times smaller than those of a job, of which they would be mostly padding."""
 
 Pause = Callable[[Any], object]
 
@@ -280,7 +284,7 @@ class Learner:
         pause: Pause,
     ) -> None:
         """Call `keep_scores` with each kept row; `laid_out` is the job before its scores and advantages."""
-        chosen = select_sequences(laid_out, np.array(kept_rows), self._planner())
+        chosen = select_sequences(laid_out, np.array(kept_rows), self._kept_planner())
         # The value head changes no entropy, but shares the program that scores a job for ppo.
         scored = score_tokens(chosen, pausing(partial(self._scored, params, value_head=self.value_head), pause))
         entropies, advantages = unpack(chosen.packing, scored.entropy), unpack(job.packing, job.batch.advantages)
@@ -353,12 +357,16 @@ class Learner:
         """
         self._prepare(params)
         state = self._train_state(params)
-        for rows, width in self._planner().all_shapes(longest):
+        shapes, of_kept = self._planner().all_shapes(longest), self._kept_planner()
+        for width in sorted({width for _, width in shapes if self.loss.is_policy_loss}):
+            for rows in of_kept.row_buckets(width):
+                self._policy_scorer(params)(before_scoring(self._empty_batch(rows, width)))
+        for rows, width in shapes:
             batch = self._empty_batch(rows, width)
             policy = state.params[POLICY] if self._is_nested else state.params
             head = None if self.value_head is None else state.params["value_head"]
             recorded = before_scoring(batch)
-            if self.loss.is_policy_loss:  # for old log-probabilities, and for the entropies of kept rows
+            if self._needs_old:
                 self._scored(policy, recorded, value_head=head)
             if self.loss.needs_reference:
                 self._scored(policy, recorded, value_head=None)
@@ -376,6 +384,10 @@ class Learner:
         pairs, sharding = self.loss.name == "dpo", self.model.sharding
         row_shards = 1 if sharding is None else sharding.row_shards
         return BatchPlanner(self._microbatch_tokens, bool(self._packing) and not pairs, pairs, row_shards)
+
+    def _kept_planner(self) -> BatchPlanner:
+        """Return the planner of rows that are scored for their entropies alone."""
+        return replace(self._planner(), microbatch_tokens=max(1, self._microbatch_tokens // KEPT_SHARE))
 
     def _empty_batch(self, rows: int, width: int) -> Batch:
         packed, has_old = self._planner().packed, self._has_several_updates

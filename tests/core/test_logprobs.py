@@ -123,6 +123,35 @@ def test_chunks_change_nothing(bigram):
     assert relative_error(without, whole) <= 1e-6
 
 
+def test_only_wanted_tokens_are_scored(bigram):
+    """Their scores and the gradient are those of all tokens; chunks of four tokens without any are 0."""
+
+    def total(params, tokens, wanted, weights, is_partial):
+        scored = token_logprobs(
+            bigram,
+            params,
+            tokens,
+            temperature=0.7,
+            entropy_gradient=True,
+            chunk_tokens=4,
+            wanted=wanted if is_partial else None,
+        )
+        return jnp.sum(weights * (scored.logprobs + 0.3 * scored.entropy)), scored
+
+    @jax.jit
+    def both(*given):
+        return [jax.value_and_grad(total, has_aux=True)(PARAMS, *given, is_partial) for is_partial in (True, False)]
+
+    for count in (0, 1, 7, 18):
+        wanted = np.zeros(TOKENS.shape, bool)
+        wanted[:, 1:] = np.random.default_rng(count).permutation(np.arange(18) < count).reshape(3, 6)
+        weights = np.where(wanted, np.arange(21.0).reshape(3, 7), 0).astype(np.float32)
+        (of_wanted, gradient), (of_all, expected) = jax.device_get(both(TOKENS, wanted, weights))
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gradient, expected)
+        np.testing.assert_allclose(of_wanted[1].logprobs[wanted], of_all[1].logprobs[wanted], rtol=1e-6)
+        assert np.sum(of_wanted[1].logprobs[:, 1:] != 0) == min(18, -(-count // 4) * 4)
+
+
 def test_entropy_by_hand():
     logits = np.log(np.array([[0.5, 0.25, 0.25, 1e-30], [0.25, 0.25, 0.25, 0.25]], np.float32))
     logits[0, 3] = -np.inf
