@@ -111,9 +111,9 @@ def test_packed_rows_are_as_wide_as_wastes_least():
         assert set(shapes) <= set(planner.all_shapes(max(lengths)))
     assert planner.plan([80, 48, 64, 64], job_width=96)[0].width == 96
     assert BatchPlanner(16384, packed=True).plan([80] * 33 + [48] * 24)[0].width == 80  # 33 rows of 128 mean 64
-    assert BatchPlanner(100, packed=True).widths(80) == [96]  # no microbatch has 128 tokens
-    assert BatchPlanner(512, packed=True, row_shards=8).widths(80) == [96]
-    assert BatchPlanner(1024, packed=True, row_shards=8).widths(80) == [96, 128]
+    assert BatchPlanner(100, packed=True).widths(80) == [80]  # no microbatch has 128 tokens
+    assert BatchPlanner(512, packed=True, row_shards=8).widths(80) == [80]
+    assert BatchPlanner(1024, packed=True, row_shards=8).widths(80) == [80, 128]
 
 
 def test_jobs_of_other_lengths_have_packed_rows_of_one_width():
