@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from jaxft.redaction import hiding, redacted
-from jaxft.runs.environment import environment, masked_command, secrets_of_environment
+from jaxft.runs.environment import environment, masked_command, script, secrets_of_environment
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -48,6 +48,12 @@ def test_commit_is_that_of_the_first_source_in_a_repository(tmp_path, monkeypatc
     assert commit_found() == commit
     script.write_text("2")
     assert commit_found() == f"{commit}-dirty"
+
+
+def test_only_programs_outside_of_the_package_are_scripts(monkeypatch):
+    for program, is_script in (("experiments/arithmetic.py", True), ("jaxft/cli.py", False), ("README.md", False)):
+        monkeypatch.setattr("sys.argv", [str(REPOSITORY / program)])
+        assert script() == (REPOSITORY / program if is_script else None)
 
 
 def test_secrets_on_the_command_line_are_masked():
