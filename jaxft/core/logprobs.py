@@ -159,7 +159,10 @@ def default_chunk_tokens(vocabulary: int, tokens: int, *, is_partial: bool) -> i
     [4096, 256]
     """
     fitting = max(16, CHUNK_LOGITS // vocabulary)
-    return min(fitting, max(SKIPPED_LOGITS // vocabulary, -(-tokens // 16))) if is_partial else fitting
+    if not is_partial:
+        return fitting
+    least = max(SKIPPED_LOGITS // vocabulary, -(-tokens // 16))
+    return min(fitting, -(-least // 64) * 64)  # numbers of tokens are often multiples of 64
 
 
 def token_logprobs(
@@ -374,9 +377,10 @@ def _score_in_chunks(
     total = tokens.size
     chunks = max(1, -(-total // chunk_tokens))
     width = -(-total // chunks)  # chunks of one size, or the last would be mostly padding
-    order, count = None, total
+    order, count = None, None
     if wanted is not None and chunks > 1:
         order, count = jnp.argsort(~wanted.reshape(total)), wanted.sum()
+        width = chunk_tokens  # padding comes last, and is skipped
 
     def split(x: Array) -> Array:
         flat = x.reshape(total, *x.shape[2:])
@@ -393,31 +397,30 @@ def _score_in_chunks(
         return flat.reshape(tokens.shape)
 
     hidden, *rest = jax.tree.map(split, [hidden, supports, tokens, temperature, *teacher_hidden])
-    score = partial(_score_chunk, model, teacher, entropy_gradient)
     sums = jax.tree.map(_gradient_sum, heads[0])
-    scores = _score_chunks(score, (sums, hidden), (jax.lax.stop_gradient(heads), tuple(rest)), count)
+    options = model, teacher, entropy_gradient
+    scores = _score_chunks(*options, (sums, hidden), (jax.lax.stop_gradient(heads), tuple(rest)), count)
     return tuple(map(join, scores))
 
 
-def _score_chunk(
-    model: Model,
+def _unembed(model: Model, params: Params, moved: tuple[Params, Float[Array, "C D"]]) -> Float[Array, "C V"]:
+    """Return the logits of a chunk; `moved` is the gradient's accumulators, or the head itself, and hidden states."""
+    sums, hidden = moved
+    return model.unembed(jax.tree.map(_add_gradient_to, sums, params), hidden)
+
+
+def _score_logits(
     teacher: Teacher | None,
     entropy_gradient: bool,
-    moved: tuple[Params, Float[Array, "C D"]],
-    heads: tuple[Params, Params | None],
-    rest: tuple[Any, ...],
+    constant: tuple[tuple[Params, Params | None], tuple[Any, ...]],
+    logits: Float[Array, "C V"],
     statistics: Statistics | None = None,
 ) -> tuple[tuple[Float[Array, "C"], ...], Statistics]:
     """Return scores of the tokens of a chunk, and their statistics, which are computed unless they are given.
 
-    Args:
-        moved: the head or its gradient's accumulators, and the hidden states, into which gradients flow.
-        heads: heads of policy and teacher.
-        rest: supports, tokens, temperatures, and the teacher's hidden states if there is one.
+    `constant` is the heads of policy and teacher, and supports, tokens, temperatures and the teacher's hidden states.
     """
-    (sums, hidden), (params, teacher_head) = moved, heads
-    supports, tokens, temperature, *teacher_hidden = rest
-    logits = model.unembed(jax.tree.map(_add_gradient_to, sums, params), hidden)
+    (_, teacher_head), (supports, tokens, temperature, *teacher_hidden) = constant
     within = logits if supports is None else jnp.where(unpack_support(supports, logits.shape[1]), logits, -jnp.inf)
     if statistics is None:
         statistics = softmax_statistics(within, tokens, temperature)
@@ -431,65 +434,70 @@ def _score_chunk(
     return (*scores, distance), statistics
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _score_chunks(score: Callable[..., Any], moved: Any, constant: Any, count: Any) -> Any:
-    """Return the scores of the chunks that hold the first `count` tokens, and 0 for others.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _score_chunks(
+    model: Model, teacher: Teacher | None, entropy_gradient: bool, moved: Any, constant: Any, count: Any
+) -> Any:
+    """Return the scores of the chunks that hold the first `count` tokens, None for all, and 0 for the others.
 
-    The backward pass computes the logits of a chunk again, but not their statistics, and adds to the head's gradient
-    only what those chunks have.
+    The backward pass visits the same chunks, and computes their logits again, but not the statistics.
 
     Args:
-        score: `_score_chunk` with its options bound.
-        moved: the head, or its gradient's accumulators, and the chunks' hidden states: gradients flow into these.
-        constant: the heads of policy and teacher, and the chunks' other tables.
+        moved: the head, or its gradient's accumulators, and hidden states `[M C D]`: gradients flow into these.
+        constant: the heads of policy and teacher, and other tables `[M C ...]` of `_score_logits`.
         count: number of tokens to score.
     """
-    return _score_chunks_forward(score, moved, constant, count)[0]
+    return _score_chunks_forward(model, teacher, entropy_gradient, moved, constant, count)[0]
 
 
-def _score_chunks_forward(score: Any, moved: Any, constant: Any, count: Any) -> tuple[Any, Any]:
+def _score_chunks_forward(
+    model: Model, teacher: Teacher | None, entropy_gradient: bool, moved: Any, constant: Any, count: Any
+) -> tuple[Any, Any]:
     (sums, hidden), (heads, rest) = moved, constant
 
-    def compute(chunk: Any) -> Any:
-        return score((sums, chunk[0]), heads, chunk[1])
+    def compute(_: None, chunk: Any) -> tuple[None, Any]:
+        logits = _unembed(model, heads[0], (sums, chunk[0]))
+        return None, _score_logits(teacher, entropy_gradient, (heads, chunk[1]), logits)
 
-    def step(_: None, each: Any) -> tuple[None, Any]:
-        first, chunk = each
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, chunk))
-        return None, jax.lax.cond(first < count, compute, lambda _: zeros, chunk)
-
-    if len(hidden) == 1:
-        scores, statistics = jax.tree.map(lambda x: x[None], compute(jax.tree.map(lambda x: x[0], (hidden, rest))))
-    else:
-        _, (scores, statistics) = jax.lax.scan(step, None, (_first_tokens(hidden), (hidden, rest)))
+    scores, statistics = _over_chunks(compute, None, (hidden, rest), count)[1]
     return scores, (moved, constant, statistics, count)
 
 
-def _score_chunks_backward(score: Any, saved: Any, d_scores: Any) -> tuple[Any, None, None]:
+def _score_chunks_backward(
+    model: Model, teacher: Teacher | None, entropy_gradient: bool, saved: Any, d_scores: Any
+) -> tuple[Any, None, None]:
     (sums, hidden), (heads, rest), statistics, count = saved
 
-    def compute(sums_so_far: Params, chunk: Any) -> tuple[Any, Array]:
+    def compute(d_sums: Params, chunk: Any) -> tuple[Params, Array]:
         hidden, rest, statistics, d_scores = chunk
-        _, pull = jax.vjp(lambda moved: score(moved, heads, rest, statistics)[0], (sums, hidden))
-        ((added, d_hidden),) = pull(d_scores)
-        return jax.tree.map(jnp.add, sums_so_far, added), d_hidden
 
-    def step(sums_so_far: Params, each: Any) -> tuple[Params, Array]:
-        first, chunk = each
-        return jax.lax.cond(
-            first < count, compute, lambda total, chunk: (total, jnp.zeros_like(chunk[0])), sums_so_far, chunk
-        )
+        def score(moved: Any) -> Any:
+            logits = _unembed(model, heads[0], moved)
+            return _score_logits(teacher, entropy_gradient, (heads, rest), logits, statistics)[0]
 
-    chunks, zeros = (hidden, rest, statistics, d_scores), jax.tree.map(jnp.zeros_like, sums)
-    if len(hidden) == 1:
-        d_sums, d_hidden = compute(zeros, jax.tree.map(lambda x: x[0], chunks))
-        return (d_sums, d_hidden[None]), None, None
-    return jax.lax.scan(step, zeros, (_first_tokens(hidden), chunks)), None, None
+        ((added, d_hidden),) = jax.vjp(score, (sums, hidden))[1](d_scores)
+        return jax.tree.map(jnp.add, d_sums, added), d_hidden
+
+    zeros = jax.tree.map(jnp.zeros_like, sums)
+    return _over_chunks(compute, zeros, (hidden, rest, statistics, d_scores), count), None, None
 
 
 _score_chunks.defvjp(_score_chunks_forward, _score_chunks_backward)
 
 
-def _first_tokens(chunks: Float[Array, "M C D"]) -> Int[Array, "M"]:
-    """Return the index of the first token of each chunk."""
-    return jnp.arange(chunks.shape[0]) * chunks.shape[1]
+def _over_chunks(compute: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any, count: Any) -> Any:
+    """Scan over chunks, of which those behind the first `count` tokens, if given, change no carry and return zeros."""
+    number, width = jax.tree.leaves(chunks)[0].shape[:2]
+    if number == 1:
+        carry, result = compute(carry, jax.tree.map(lambda x: x[0], chunks))
+        return carry, jax.tree.map(lambda x: x[None], result)
+    if count is None:
+        return jax.lax.scan(compute, carry, chunks)
+
+    def step(carry: Any, each: Any) -> tuple[Any, Any]:
+        first, chunk = each
+        _, shapes = jax.eval_shape(compute, carry, chunk)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.cond(first < count, compute, lambda carry, _: (carry, zeros), carry, chunk)
+
+    return jax.lax.scan(step, carry, (jnp.arange(number) * width, chunks))
