@@ -217,12 +217,15 @@ class Worker:
             return f"it wrote more than {MAX_OUTPUT_BYTES // 2**20} MiB to its standard output"
         if code is None:
             return "it closed its connection to the run"
+        limit = self._builder.config.eval.general.worker_memory_mb
         if code == processes.OUT_OF_MEMORY:
-            limit = self._builder.config.eval.general.worker_memory_mb
             return f"it took more memory than it may: eval.general.worker_memory_mb is {limit}"
         signals = {processes.SIGNALLED + each: each.name for each in signal.Signals}
         if code in signals:
-            return f"its process was ended by {signals[code]}{self._place}"
+            # A library in C++ that finds no memory aborts its process.
+            is_memory = signals[code] == "SIGABRT" and limit is not None
+            hint = f", perhaps for memory: eval.general.worker_memory_mb is {limit}" if is_memory else ""
+            return f"its process was ended by {signals[code]}{self._place}{hint}"
         return f"it ended its process, with exit code {code}"
 
     async def _show_output(self) -> None:

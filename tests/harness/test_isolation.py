@@ -40,7 +40,7 @@ REASONS = {
     "system_exit": "SystemExit: 4",
     "fork_asks": "ValueError: its child ended with 0",
     "local_result": "Local: an error that no pickle holds",
-    "small_leak": "WorkerError: it took more memory than it may: eval.general.worker_memory_mb is 128",
+    "small_leak": "eval.general.worker_memory_mb is 128",
     "forkserver_child": "WorkerError: it left 1 processes behind, the first of which is ",
     "daemon": "WorkerError: it left ",
     "unreadable_error": "Unreadable: an error that no process reads",
