@@ -44,8 +44,16 @@ class StoredTensor(NamedTuple):
     read: Callable[[], np.ndarray] | None = None
 
 
-def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
+MODEL_PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", INDEX)
+"""Files of a model on the hub; not all *.safetensors, as some repositories hold weights twice, under other names."""
+
+
+def local_folder(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str] = MODEL_PATTERNS) -> Path:
     """Return the local folder of a model, or its GGUF file; a model that is named by its id is downloaded from the hub.
+
+    Args:
+        path_or_hub_id: folder, GGUF file, or id on the hub.
+        patterns: names of the files to download.
 
     Raises:
         ModelFileError: there is no such folder, and the download failed.
@@ -59,9 +67,7 @@ def local_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
         wanted = f"one with config.json and {WEIGHTS}, a GGUF file that is there, or the id of a model"
         raise ModelFileError(f"{name} is not a folder; wanted {wanted}")
     try:
-        # Not all *.safetensors: some repositories hold the same weights twice, under other names.
-        patterns = ["config.json", "generation_config.json", "model*.safetensors", INDEX]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ModelFileError(
             f"{name!r} is neither a folder here nor could it be downloaded ({type(error).__name__}: {error}); download "

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from huggingface_hub import try_to_load_from_cache
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Digits
 from tokenizers.pre_tokenizers import Sequence as Sequential
@@ -19,9 +18,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations import gguf as gguf_tokenizers  # whose parts are imported when they are used
 
 from jaxft.models.gguf import gguf_file, read_header
-from jaxft.models.hf_files import GGUF
+from jaxft.models.hf_files import GGUF, local_folder
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_PATTERNS = ("*token*.json", "chat_template*", "vocab*", "merges.txt", "*.model", "config.json")
+"""Files of a tokenizer on the hub."""
+
 CHAR_TOKENIZER = Path(__file__).parent / "assets" / "char_tokenizer"
 """Folder of the embedded tokenizer, with a token per byte and the control tokens of a chat."""
 
@@ -36,18 +38,20 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str] | None = None) -> Any:
     Raises:
         ValueError: no tokenizer can be loaded, or it has no chat template, a malformed one, or no eos_token.
     """
-    source = CHAR_TOKENIZER if path_or_hub_id is None else os.path.expanduser(path_or_hub_id)
+    source = CHAR_TOKENIZER if path_or_hub_id is None else Path(path_or_hub_id).expanduser()
     try:
-        gguf = None if Path(source, TOKENIZER_FILE).is_file() else gguf_file(Path(source))
+        if not source.exists():  # transformers would ask for each file, for a minute without a network
+            source = local_folder(source, TOKENIZER_PATTERNS)
+        gguf = None if (source / TOKENIZER_FILE).is_file() else gguf_file(source)
         # Without the argument, transformers asks in the terminal whether to run code of the folder.
         tokenizer = _of_gguf(gguf) if gguf else AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        if tokenizer.is_fast and type(tokenizer) is not PreTrainedTokenizerFast and _has_tokenizer_file(source):
+        if tokenizer.is_fast and type(tokenizer) is not PreTrainedTokenizerFast and (source / TOKENIZER_FILE).is_file():
             # The class that was chosen has a pre-tokenizer, a normalizer and a decoder of its own, and gives other ids.
             tokenizer = PreTrainedTokenizerFast.from_pretrained(source)
     except Exception as error:  # other people's files: whatever transformers, or a package that it lacks, may raise
         raise ValueError(
             f"no tokenizer could be loaded from {str(source)!r} ({type(error).__name__}: {_first_line(error)}); "
-            f"{_way_out(Path(source))}"
+            f"{_way_out(source)}"
         ) from error
     if tokenizer.chat_template is None:
         raise ValueError(f"the tokenizer in {str(source)!r} has no chat template; add a chat_template.jinja there")
@@ -83,13 +87,6 @@ def _of_gguf(file: Path) -> PreTrainedTokenizerFast:
     for key in parts.keys() & {"bos_token_id", "eos_token_id", "unk_token_id", "pad_token_id"}:
         options[key.removesuffix("_id")] = parts["tokens"][parts[key]]
     return PreTrainedTokenizerFast(tokenizer_object=backend, **options)
-
-
-def _has_tokenizer_file(source: str | os.PathLike[str]) -> bool:
-    """Return True if there is a `tokenizer.json` in a folder, or in a repository that was downloaded."""
-    if Path(source).is_dir():
-        return Path(source, TOKENIZER_FILE).is_file()
-    return isinstance(try_to_load_from_cache(os.fspath(source), TOKENIZER_FILE), str)
 
 
 def _first_line(error: Exception) -> str:
