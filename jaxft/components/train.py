@@ -23,7 +23,7 @@ from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path
 from jaxft.harness.config import Config, config_from_mapping
 from jaxft.harness.config_merge import literal
-from jaxft.harness.functions import Function
+from jaxft.harness.functions import Function, load_function
 from jaxft.harness.opening import open_session
 from jaxft.harness.runtime import run_to_result
 from jaxft.harness.session import MODEL_FOLDER, resume_command
@@ -193,11 +193,22 @@ def rate_field(
     is_whole = isinstance(optimizer, optax.GradientTransformation)
     if is_whole and rate is not None:
         raise ConfigError([f"learning_rate: is {rate:g}, but the optimizer is a transformation with its own"])
-    has_own = is_whole or (callable(optimizer) and not Function(optimizer, "", "").takes("learning_rate"))
-    if rate is None and (has_own or ":" in str((overrides or {}).get(f"{path}.schedule"))):
+    given = overrides or {}
+    formulas = given.get(f"{path}.function") or optimizer, given.get(f"{path}.schedule")
+    if rate is None and (is_whole or not all(map(takes_rate, formulas))):
         return {}
     default = 3e-3 if "preset" in policy else 1e-5
     return {f"{path}.learning_rate": default if rate is None else rate}
+
+
+def takes_rate(formula: Any) -> bool:
+    """Return False for a function, itself or as `module:name`, that has no parameter `learning_rate`."""
+    if not callable(formula) and ":" not in str(formula):
+        return True
+    try:
+        return load_function(formula).takes("learning_rate")
+    except (ConfigError, ValueError):  # the configuration says what is wrong with it
+        return True
 
 
 def formula_field(given: Any) -> dict[str, Any]:

@@ -184,7 +184,8 @@ def token_logprobs(
     """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
     Logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward pass; chunking changes the
-    result by rounding only. The first token of a row, and of each packed segment, gets 0 and no gradient.
+    result by rounding only. There is a gradient, but no forward-mode derivative (`jax.jvp`). The first token of a row,
+    and of each packed segment, gets 0 and no gradient.
 
     Args:
         tokens: right-padded rows; padding changes nothing before it.
@@ -201,7 +202,7 @@ def token_logprobs(
         supports: tokens that each token could be drawn from (`pack_bits`; 0 for the whole vocabulary), over which
             probabilities and entropy are taken. The divergence from a teacher is over the whole vocabulary.
         wanted: True for the tokens to score, which come first into the chunks, so that chunks without any are skipped;
-            the scores of others are 0 or right, and have no gradient. None for all.
+            the scores of others are 0, without a gradient. None for all.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -394,7 +395,8 @@ def _score_in_chunks(
         flat = x.reshape(-1)[:total]
         if order is not None:
             flat = jnp.zeros_like(flat).at[order].set(flat, mode="promise_in_bounds", unique_indices=True)
-        return flat.reshape(tokens.shape)
+        scores = flat.reshape(tokens.shape)
+        return scores if wanted is None else jnp.where(wanted, scores, 0.0)
 
     hidden, *rest = jax.tree.map(split, [hidden, supports, tokens, temperature, *teacher_hidden])
     sums = jax.tree.map(_gradient_sum, heads[0])

@@ -372,7 +372,9 @@ def score_batch(
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
 ) -> Scored:
-    """Return log-probabilities and entropies of a batch's tokens, at the temperatures they were sampled with.
+    """Return log-probabilities and entropies of a batch's trained tokens, at the temperatures they were sampled with.
+
+    Those of tokens outside of `completion_mask` are 0.
 
     Raises:
         ValueError: a field of the batch has another shape than its tokens.

@@ -117,9 +117,12 @@ def _read_header(file: Path, size: int, modified: int) -> Header:
         except (EOFError, UnicodeDecodeError, KeyError, struct.error) as error:
             place = f"at byte {stream.tell():,} of {size:,} ({type(error).__name__}: {error})"
             raise ModelFileError(f"{file}: the header is cut off or damaged {place}; {AGAIN}") from None
-        alignment = metadata.get("general.alignment") or 32
+        alignment, parts = metadata.get("general.alignment") or 32, metadata.get("split.count", 1)
+        if not (type(alignment) is type(parts) is int and alignment > 0):
+            wanted = f"general.alignment is {alignment!r:.50} and split.count {parts!r:.50}; wanted whole numbers"
+            raise ModelFileError(f"{file}: {wanted}; {AGAIN}")
         start = -(-stream.tell() // alignment) * alignment
-    if (parts := metadata.get("split.count", 1)) > 1:
+    if parts > 1:
         merge = f"llama-gguf-split --merge FIRST_PART joined{GGUF}"
         raise ModelFileError(f"{file} is one of {parts} parts of a model; join them by {merge}")
     kinds, tensors = {each.value: each.name for each in package.GGMLQuantizationType}, dict[str, Blocks]()

@@ -361,11 +361,12 @@ def _take_tokens(running: Running, slot: int, sampled: SampledTokens, version: i
     completion.policy_versions += [version] * count
     completion.last_read = (time.perf_counter(), known + count)
     completion.first_read = completion.first_read if known else completion.last_read
-    if running.request.has_supports:
+    request = running.request
+    if request.has_supports or request.is_penalized:
         texts, supports = [""] * count, sampled.supports
-        if supports is not None and running.request.is_limited:
+        if supports is not None and request.has_supports and request.is_limited:
             texts = [encode_support(support) for support in supports[slot, :count]]
-        completion.supports += [PENALIZED * running.request.is_penalized + text for text in texts]
+        completion.supports += [PENALIZED * request.is_penalized + text for text in texts]
     try:
         if running.constraint is not None:
             running.constraint.feed(completion.token_ids[known:])

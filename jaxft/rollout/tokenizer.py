@@ -75,6 +75,13 @@ def _of_gguf(file: Path) -> PreTrainedTokenizerFast:
     given = {key.removeprefix("tokenizer."): value for key, value in metadata.items()}
     names = gguf_tokenizers.GGUF_TOKENIZER_MAPPING.values()
     parts, options = ({ours: given[key] for key, ours in keys.items() if key in given} for keys in names)
+    known = set(parts["tokens"])
+    for merge in parts.get("merges", ()):  # the tokenizers package ends the process's thread for these
+        if merge.count(" ") != 1 or merge.replace(" ", "") not in known:
+            raise ValueError(f"tokenizer.ggml.merges has {merge!r:.50}; wanted two parts of a token")
+    for key, value in parts.items():
+        if key.endswith("_token_id") and not 0 <= value < len(parts["tokens"]):
+            raise ValueError(f"{key} is {value}; wanted one of {len(parts['tokens'])} tokens")
     backend, _ = gguf_tokenizers.convert_gguf_tokenizer(metadata["general.architecture"], parts)
     if backend.get_vocab_size() > len(parts["tokens"]):  # GPT-2's own <|endoftext|>, for which the model has no row
         spec = json.loads(backend.to_str())

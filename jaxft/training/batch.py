@@ -334,7 +334,7 @@ def before_scoring(batch: Batch) -> Batch:
 
 
 def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
-    """Return the scores `[B T]` of all tokens of a job, as numpy tables, 0 in padding.
+    """Return the scores `[B T]` of the trained tokens of a job, as numpy tables, 0 elsewhere.
 
     Args:
         job: result of `make_batch`, or some sequences of it.

@@ -126,7 +126,7 @@ class TokenScores(NamedTuple):
 
     Attributes:
         advantages: `[T]`, 0 where the row is not trained.
-        entropies: `[T]`, in nats, of the policy's distribution of each token, at its temperature.
+        entropies: `[T]`, in nats, of the policy's distribution of each token that it chose, at its temperature; else 0.
     """
 
     advantages: np.ndarray

@@ -82,7 +82,7 @@ def can_pack(model: Model, params: Params) -> bool:
 
 
 KEPT_SHARE = 16
-"""Microbatches of kept rows are so many times smaller than those of a job, of which they would be mostly padding."""
+"""Divisor of `microbatch_tokens` for rows that are scored for their entropies alone: there are few of them."""
 
 Pause = Callable[[Any], object]
 
@@ -285,8 +285,7 @@ class Learner:
     ) -> None:
         """Call `keep_scores` with each kept row; `laid_out` is the job before its scores and advantages."""
         chosen = select_sequences(laid_out, np.array(kept_rows), self._kept_planner())
-        # The value head changes no entropy, but shares the program that scores a job for ppo.
-        scored = score_tokens(chosen, pausing(partial(self._scored, params, value_head=self.value_head), pause))
+        scored = score_tokens(chosen, pausing(partial(self._scored, params, value_head=None), pause))
         entropies, advantages = unpack(chosen.packing, scored.entropy), unpack(job.packing, job.batch.advantages)
         for row, of_row in zip(kept_rows, entropies, strict=True):
             keep_scores(row, TokenScores(advantages[row], of_row))
@@ -353,14 +352,15 @@ class Learner:
     def warm_up(self, params: Params, longest: int, pause: Pause = no_pause) -> Params:
         """Compile all scores and updates, by running them on empty microbatches for rows of up to `longest` tokens.
 
-        The given parameters are donated; the returned ones hold the same bits. `pause` is that of `learn`.
+        The given parameters are donated; the returned ones hold the same bits. `pause` is that of `learn`. What scores
+        logged rows for a policy loss is compiled by their first job.
         """
         self._prepare(params)
         state = self._train_state(params)
         shapes, of_kept = self._planner().all_shapes(longest), self._kept_planner()
         for width in sorted({width for _, width in shapes if self.loss.is_policy_loss}):
             for rows in of_kept.row_buckets(width):
-                self._policy_scorer(params)(before_scoring(self._empty_batch(rows, width)))
+                self._scored(params, before_scoring(self._empty_batch(rows, width)), value_head=None)
         for rows, width in shapes:
             batch = self._empty_batch(rows, width)
             policy = state.params[POLICY] if self._is_nested else state.params

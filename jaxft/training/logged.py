@@ -157,7 +157,7 @@ def _unknown(length: int) -> dict[str, Any]:
 def _no_form(row: Mapping[str, Any]) -> str:
     """Return what keeps a row from being of a form, with the nearest column, or the nearest form."""
     known = sorted({column for columns in FORMS.values() for column in columns})
-    hints = [did_you_mean(name, known, what="columns") for name in row if name not in known]
+    hints = [did_you_mean(str(name), known, what="columns") for name in row if name not in known]
     near = next((hint for hint in hints if "mean" in hint), "")
     for form, columns in FORMS.items():
         missing = [name for name in columns if row.get(name) is None]
@@ -195,11 +195,11 @@ def _from_sharegpt(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(row["conversations"], list):
         raise ValueError(f"'conversations' is {row['conversations']!r:.50}; wanted a list")
     for index, each in enumerate(row["conversations"]):
-        is_known = isinstance(each, Mapping) and each.get("from") in SHAREGPT_ROLES and each.get("value") is not None
-        if not is_known:
+        role = str(each.get("from")) if isinstance(each, Mapping) else ""
+        if role not in SHAREGPT_ROLES or each.get("value") is None:
             roles = ", ".join(SHAREGPT_ROLES)
             raise ValueError(f"conversations[{index}] is {each!r:.80}; wanted 'value' and 'from', one of {roles}")
-        messages.append({"role": SHAREGPT_ROLES[each["from"]], "content": each["value"]})
+        messages.append({"role": SHAREGPT_ROLES[role], "content": each["value"]})
     return messages
 
 
