@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import jaxft
+from jaxft.components.train import takes_rate
 from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, TooManyFailures
 from jaxft.harness.signals import current_shutdown
 from tests import own_functions
@@ -50,6 +51,11 @@ def metrics_of(folder):
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train") / "whole"
     return jaxft.train("qwen3-50k", [digits, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **OWN)
+
+
+def test_a_function_without_the_parameter_gets_no_default_rate():
+    formulas = "adamw", None, "optax:adamw", "no_module:name", "optax:identity", lambda: None
+    assert [takes_rate(each) for each in formulas] == [True, True, True, True, False, False]
 
 
 def test_the_result_has_history_plot_and_model(whole):

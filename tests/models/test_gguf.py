@@ -233,6 +233,7 @@ def faulty(small, folder, place, fault):
             "extra tensor": {"extra": {"blk.0.ffn_gate_inp.weight": np.zeros((2, 2), np.float32)}},
             "shape": {"metadata": {"qwen3.feed_forward_length": 32}},
             "split": {"metadata": {"split.count": 3}},
+            "alignment": {"metadata": {"general.alignment": "x"}},
         }
         write_gguf(place, folder, **options[fault])
 
@@ -257,6 +258,7 @@ FAULTS = {
     "extra tensor": r"m\.gguf: tensor 'blk\.0\.ffn_gate_inp\.weight' has no place",
     "shape": r"m\.gguf: tensor 'model\.layers\.0\.mlp\.gate_proj\.weight' has shape \(256, 256\); .* \(32, 256\)",
     "split": r"m\.gguf is one of 3 parts of a model; .*llama-gguf-split --merge",
+    "alignment": r"m\.gguf: general\.alignment is 'x' and split\.count 1; wanted whole numbers; download",
 }
 
 
@@ -288,9 +290,14 @@ def test_a_file_without_a_tokenizer_asks_for_one(folder, tmp_path):
         ValueError, match=r"m\.gguf.*no tokenizer\.ggml\.tokens.*give the folder or id of the tokenizer"
     ):
         load_tokenizer(tmp_path / "m.gguf")
-    write_gguf(tmp_path / "m.gguf", folder, metadata={"tokenizer.ggml.model": "rwkv"})
-    with pytest.raises(ValueError, match=r"m\.gguf.*'rwkv'"):
-        load_tokenizer(tmp_path / "m.gguf")
+    for key, value, named in (
+        ("model", "rwkv", "'rwkv'"),
+        ("merges", ["no parts of it"], r"merges has 'no parts of it'"),
+        ("eos_token_id", 1 << 20, "eos_token_id is 1048576; wanted one of"),
+    ):
+        write_gguf(tmp_path / "m.gguf", folder, metadata={f"tokenizer.ggml.{key}": value})
+        with pytest.raises(ValueError, match=rf"m\.gguf.*{named}"):
+            load_tokenizer(tmp_path / "m.gguf")
 
 
 def test_one_of_several_files_has_to_be_named(small, tmp_path):

@@ -102,6 +102,8 @@ def test_a_template_that_marks_answers_is_believed(template):
         ({"messages": [USER, ANSWER], "tools": [{}]}, "tools: "),
         ({"messages": [USER, ANSWER], "reward": "good"}, "'reward' is 'good'; wanted a finite number"),
         ({"conversations": [{"from": "robot", "value": "a"}]}, "'from', one of human, user, gpt"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, "'from', one of human, user, gpt"),
+        ({1: 2, "prompt": "x"}, "has the columns 1, prompt, of no form"),
         ({"conversations": [{"from": "human"}]}, "conversations[0] is {'from': 'human'}; wanted 'value'"),
         ({"prompt": "q", "completion": [ANSWER]}, "'prompt', 'completion' are texts and messages"),
         ({"prompt": "q", "completion": " "}, "'completion' is empty"),
