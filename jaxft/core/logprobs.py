@@ -488,18 +488,20 @@ _score_chunks.defvjp(_score_chunks_forward, _score_chunks_backward)
 
 
 def _over_chunks(compute: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chunks: Any, count: Any) -> Any:
-    """Scan over chunks, of which those behind the first `count` tokens, if given, change no carry and return zeros."""
+    """Loop over the chunks of the first `count` tokens, if given; a condition in a turn would copy carries on GPUs."""
     number, width = jax.tree.leaves(chunks)[0].shape[:2]
     if number == 1:
         carry, result = compute(carry, jax.tree.map(lambda x: x[0], chunks))
         return carry, jax.tree.map(lambda x: x[None], result)
-    if count is None:
-        return jax.lax.scan(compute, carry, chunks)
 
-    def step(carry: Any, each: Any) -> tuple[Any, Any]:
-        first, chunk = each
-        _, shapes = jax.eval_shape(compute, carry, chunk)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.cond(first < count, compute, lambda carry, _: (carry, zeros), carry, chunk)
+    def turn(index: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        carry, results = state
+        chunk = jax.tree.map(partial(jax.lax.dynamic_index_in_dim, index=index, keepdims=False), chunks)
+        carry, result = compute(carry, chunk)
+        update = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+        return carry, jax.tree.map(update, results, result)
 
-    return jax.lax.scan(step, carry, (jnp.arange(number) * width, chunks))
+    _, shapes = jax.eval_shape(compute, carry, jax.tree.map(lambda x: x[0], chunks))
+    results = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), shapes)
+    with jax.named_scope(f"at_most_{number}"):  # which `planning.hlo` reads
+        return jax.lax.fori_loop(0, number if count is None else -(-count // width), turn, (carry, results))

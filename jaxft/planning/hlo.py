@@ -19,7 +19,8 @@ Counted are:
         that reads them. Each such array is small by itself; that all of them fit together is not checked.
 
 Sizes of arrays are those in memory, with the padding of tiled layouts. A loop turns as often as the compiler noted
-(`known_trip_count`) or as follows from a counter that starts, ends and steps by constants; any other loop counts once.
+(`known_trip_count`), as follows from a counter that starts, ends and steps by constants, or as a named scope says
+(`at_most_19`); any other loop counts once.
 All figures are of one device.
 """
 
@@ -237,9 +238,11 @@ COPIES = (*VIEWS, "copy", "convert", "copy-start", "copy-done")
 
 
 def _trips(loop: Instruction) -> int | None:
-    """Return how often a loop turns; None if neither the compiler nor constants say it."""
+    """Return how often a loop turns, at most; None if neither the compiler nor a name nor constants say it."""
     if known := loop.find(r'"known_trip_count":\s*\{"n":\s*"(\d+)"'):
         return int(known)
+    if most := loop.find(r'op_name="[^"]*\bat_most_(\d+)\)*/while"'):
+        return int(most)
     condition, body = loop.called("condition", "body")
     test, initial = condition.root, loop.operands[0].source(COPIES)
     if test.opcode != "compare" or "direction=LT" not in test.attributes or initial.opcode != "tuple":

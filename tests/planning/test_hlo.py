@@ -147,6 +147,7 @@ TURN = """
     [
         (', backend_config={"known_trip_count":{"n":"7"},"known_init_step":{"init":"0","step":"1"}}', "%end", 7),
         ("", "%end", 4),  # from -1 to 6 by 2, with an end that the loop carries
+        (', metadata={op_name="jit(f)/transpose(jvp(at_most_19))/while" stack_frame_id=24}', "%next", 19),
         ("", "%next", None),  # an end that changes
     ],
 )
