@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.divergence import MIN_LOGPROB, Teacher, divergence
-from jaxft.core.sharding import ROW_AXES
+from jaxft.core.sharding import ROW_AXES, compute_platform
 from jaxft.core.types import Model, Params, Scored, same_params
 
 CHUNK_LOGITS = 2**27
@@ -151,7 +151,7 @@ def _exp_sums_in_blocks(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Floa
 
 
 def default_chunk_tokens(vocabulary: int, tokens: int, *, is_partial: bool) -> int:
-    """Return the tokens per chunk of a device that has so many tokens, of which it scores all, or `is_partial`.
+    """Return the tokens per chunk of a device that has so many tokens, `is_partial` if it may skip chunks and is a CPU.
 
     >>> [default_chunk_tokens(2**17, 2**14, is_partial=is_partial) for is_partial in (False, True)]
     [1024, 1024]
@@ -343,7 +343,9 @@ def _score(
         tables = 1 if teacher is None else 2  # the teacher's logits are in memory beside the policy's
         devices = sharding.devices if sharding else 1
         of_device = tables * vocabulary_size(model, params), tokens.size // devices
-        chunk_tokens = default_chunk_tokens(*of_device, is_partial=wanted is not None) * devices
+        # Small chunks cost more than they skip where adding up the head's gradient takes about as long as its product.
+        is_partial = wanted is not None and compute_platform(model.sharding) == "cpu"
+        chunk_tokens = default_chunk_tokens(*of_device, is_partial=is_partial) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     head = params
@@ -381,7 +383,7 @@ def _score_in_chunks(
     order, count = None, None
     if wanted is not None and chunks > 1:
         order, count = jnp.argsort(~wanted.reshape(total)), wanted.sum()
-        width = chunk_tokens  # padding comes last, and is skipped
+        width = min(chunk_tokens, -(-width // 64) * 64)  # numbers of wanted tokens are often multiples of 64
 
     def split(x: Array) -> Array:
         flat = x.reshape(total, *x.shape[2:])

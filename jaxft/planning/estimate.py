@@ -167,17 +167,17 @@ def update_bytes(
     of_base, of_adapter = (_sharded_bytes(sharding, {"layers": tree["layers"]}, dtype) for tree in (base, adapter))
     vocabulary = head_weights(config)
     scored = -(-(rows // row_shards) * (tokens - 1) // tensor)
-    width = min(scored, default_chunk_tokens(config.vocab_size, scored, is_partial=True))
+    chunks = -(-scored // default_chunk_tokens(config.vocab_size, scored, is_partial=False))
     kept = activations.kept(remat, _everything(activations, repeats_heads, config))
     return UpdateBytes(
         kept=config.num_layers * kept,
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
-        head_gradient=vocabulary * (FLOAT32 if width < scored else itemsize) if has_gradient else 0,
+        head_gradient=vocabulary * (FLOAT32 if chunks > 1 else itemsize) if has_gradient else 0,
         exchanged=_sharded_bytes(sharding, {"embed": base["embed"]}, dtype) if has_gradient else 0,
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
-        chunk=width * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden,
+        chunk=-(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden,
         turn=max(len(run.kinds) for run in layer_runs(config.kinds)) * kept * (1 if has_gradient else 2),
         # The feed-forward's three activations have a gradient each, the residual stream and its norm as well.
         layer=_recomputed_bytes(activations, repeats_heads, config) + 3 * activations.wide + 2 * activations.hidden,

@@ -85,7 +85,8 @@ def test_scores_take_the_temperatures_of_the_tokens(bigram, params):
     scored = jitted_score(bigram, params, BATCH)
     logits = params["embedding"][TOKENS[:, :-1]] @ params["head"] / 0.8
     chosen = np.take_along_axis(logits, TOKENS[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(np.asarray(scored.logprobs)[:, 1:], chosen - np.log(np.exp(logits).sum(-1)), rtol=1e-5)
+    expected = np.where(BATCH.completion_mask[:, 1:], chosen - np.log(np.exp(logits).sum(-1)), 0.0)
+    np.testing.assert_allclose(np.asarray(scored.logprobs)[:, 1:], expected, rtol=1e-5)
 
 
 def test_grpo_loss_is_policy_loss_of_the_scores(bigram, params):
