@@ -139,12 +139,18 @@ def measured(mesh: Any, names: Sequence[str]) -> dict[str, Any]:
 
 
 def gradients(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, Any]:
-    """Loss and gradients of GRPO, the distance to a loss computed by hand, and the log-probabilities of the batch."""
+    """Loss and gradients of GRPO, the distance to a loss by hand, and log-probabilities in chunks with gradients."""
     loss, _, found = jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss))(params, batch)
     # The first update of a batch: every ratio is 1, and a trajectory's loss is the mean advantage of its rows.
     by_hand = -np.mean([each.mean() for each in np.split(np.asarray(batch.advantages), np.cumsum(TRAJECTORIES[:-1]))])
-    score = jax.jit(lambda params, tokens: jaxft.token_logprobs(model, params, tokens).logprobs)
-    logprobs = np.asarray(score(params, batch.tokens))
+    uneven = np.array(batch.completion_mask)
+    uneven[::3] = False  # so that some devices have more chunks to score than others
+
+    def score(params: Any) -> tuple[jax.Array, jax.Array]:
+        scored = jaxft.token_logprobs(model, params, batch.tokens, completion_mask=uneven, chunk_tokens=16)
+        return scored.logprobs.sum(), scored.logprobs
+
+    (_, logprobs), of_sum = jax.jit(jax.value_and_grad(score, has_aux=True))(params)
     taught = partial(jaxft.grpo_loss, teacher=Teacher(model, "jensen_shannon"))
     both = {"policy": params, "teacher": jax.tree.map(lambda leaf: leaf * 1.5, params)}
     _, metrics, of_distillation = jax.jit(partial(loss_and_gradients, model, taught))(both, batch)
@@ -153,7 +159,8 @@ def gradients(model: jaxft.Model, params: Any, batch: jaxft.Batch) -> dict[str, 
         "loss": np.asarray(loss),
         "gradients": jax.device_get(found),
         "shares of trajectories": loss - by_hand,
-        "log-probabilities": logprobs,
+        "log-probabilities": np.asarray(logprobs),
+        "gradients of log-probabilities": jax.device_get(of_sum),
     }
 
 

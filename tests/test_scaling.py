@@ -24,7 +24,13 @@ def agreement(out, *options):
 
 
 CLOSE = {
-    "gradients": ("loss", "gradients", "gradients of a distillation", "log-probabilities"),
+    "gradients": (
+        "loss",
+        "gradients",
+        "gradients of a distillation",
+        "log-probabilities",
+        "gradients of log-probabilities",
+    ),
     "sampling": ("log-probabilities of generate", "log-probabilities of the engine"),
     "updates": ("parameters after a step", "gradients of adapters"),
     "files": ("parameters read and moved",),

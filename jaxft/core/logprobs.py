@@ -21,7 +21,7 @@ CHUNK_LOGITS = 2**27
 """Default number of logits per chunk: 512 MiB of float32."""
 
 SKIPPED_LOGITS = 2**23
-"""Least number of logits per chunk where chunks without a wanted token are skipped: 32 MiB of float32."""
+"""Least number of logits per chunk where chunks without a trained token are skipped: 32 MiB of float32."""
 
 SUM_BLOCK = 512
 """Block size of sums over the vocabulary on CPUs, which add one by one: 150,000 terms would lose three digits."""
@@ -151,7 +151,12 @@ def _exp_sums_in_blocks(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Floa
 
 
 def default_chunk_tokens(vocabulary: int, tokens: int, *, is_partial: bool) -> int:
-    """Return the tokens per chunk of a device that has so many tokens, `is_partial` if it may skip chunks and is a CPU.
+    """Return the number of tokens per chunk on one device.
+
+    Args:
+        vocabulary: logits per token.
+        tokens: tokens of the device.
+        is_partial: True to make chunks small enough that some may be without a trained token, and are skipped.
 
     >>> [default_chunk_tokens(2**17, 2**14, is_partial=is_partial) for is_partial in (False, True)]
     [1024, 1024]
@@ -179,7 +184,7 @@ def token_logprobs(
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
     supports: UInt32[Array, "B T W"] | None = None,
-    wanted: Bool[Array, "B T"] | None = None,
+    completion_mask: Bool[Array, "B T"] | None = None,
 ) -> Scored:
     """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
@@ -201,8 +206,8 @@ def token_logprobs(
         teacher_params: parameters of `teacher`.
         supports: tokens that each token could be drawn from (`pack_bits`; 0 for the whole vocabulary), over which
             probabilities and entropy are taken. The divergence from a teacher is over the whole vocabulary.
-        wanted: True for the tokens to score, which come first into the chunks, so that chunks without any are skipped;
-            the scores of others are 0, without a gradient. None for all.
+        completion_mask: True for the tokens to score, which come first into the chunks, so that chunks without any are
+            skipped; the scores of others are 0, without a gradient. None for all.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -235,7 +240,7 @@ def token_logprobs(
         teacher_params = jax.lax.stop_gradient(teacher_params)
         its_hidden, _ = teacher.model.apply(teacher_params, tokens, positions, segment_ids=segment_ids)
         scored.append(jax.lax.stop_gradient(its_hidden[:, :-1]))
-    options = [None if each is None else each[:, 1:] for each in (wanted, supports)]
+    options = [None if each is None else each[:, 1:] for each in (completion_mask, supports)]
     logprobs, entropy, *distances = _score(
         model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *options, *scored
     )
@@ -323,7 +328,7 @@ def _score(
     chunk_tokens: int | None,
     params: Params,
     teacher_params: Params | None,
-    wanted: Bool[Array, "B S"] | None,
+    completion_mask: Bool[Array, "B S"] | None,
     supports: UInt32[Array, "B S W"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
@@ -344,7 +349,7 @@ def _score(
         devices = sharding.devices if sharding else 1
         of_device = tables * vocabulary_size(model, params), tokens.size // devices
         # Small chunks cost more than they skip where adding up the head's gradient takes about as long as its product.
-        is_partial = wanted is not None and compute_platform(model.sharding) == "cpu"
+        is_partial = completion_mask is not None and compute_platform(model.sharding) == "cpu"
         chunk_tokens = default_chunk_tokens(*of_device, is_partial=is_partial) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
@@ -352,7 +357,7 @@ def _score(
     if model.head is not same_params and (sharding is not None or hidden.dtype.itemsize < 4):
         head, hidden = _exchange_together(model.head(params), hidden)
     heads = (head, None if teacher is None or teacher_params is None else teacher.model.head(teacher_params))
-    given: tuple[Any, ...] = wanted, supports, hidden, tokens, temperature, *teacher_hidden
+    given: tuple[Any, ...] = completion_mask, supports, hidden, tokens, temperature, *teacher_hidden
     if sharding is None:
         return _score_in_chunks(model, teacher, entropy_gradient, chunk_tokens, heads, *given)
     length = tokens.shape[1]
@@ -369,7 +374,7 @@ def _score_in_chunks(
     entropy_gradient: bool,
     chunk_tokens: int,
     heads: tuple[Params, Params | None],
-    wanted: Bool[Array, "B S"] | None,
+    completion_mask: Bool[Array, "B S"] | None,
     supports: UInt32[Array, "B S W"] | None,
     hidden: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
@@ -381,9 +386,9 @@ def _score_in_chunks(
     chunks = max(1, -(-total // chunk_tokens))
     width = -(-total // chunks)  # chunks of one size, or the last would be mostly padding
     order, count = None, None
-    if wanted is not None and chunks > 1:
-        order, count = jnp.argsort(~wanted.reshape(total)), wanted.sum()
-        width = min(chunk_tokens, -(-width // 64) * 64)  # numbers of wanted tokens are often multiples of 64
+    if completion_mask is not None and chunks > 1:
+        order, count = jnp.argsort(~completion_mask.reshape(total)), completion_mask.sum()
+        width = min(chunk_tokens, -(-width // 64) * 64)  # numbers of scored tokens are often multiples of 64
 
     def split(x: Array) -> Array:
         flat = x.reshape(total, *x.shape[2:])
@@ -398,7 +403,7 @@ def _score_in_chunks(
         if order is not None:
             flat = jnp.zeros_like(flat).at[order].set(flat, mode="promise_in_bounds", unique_indices=True)
         scores = flat.reshape(tokens.shape)
-        return scores if wanted is None else jnp.where(wanted, scores, 0.0)
+        return scores if completion_mask is None else jnp.where(completion_mask, scores, 0.0)
 
     hidden, *rest = jax.tree.map(split, [hidden, supports, tokens, temperature, *teacher_hidden])
     sums = jax.tree.map(_gradient_sum, heads[0])

@@ -399,5 +399,5 @@ def score_batch(
         teacher=teacher,
         teacher_params=teacher_params,
         supports=batch.supports,
-        wanted=batch.completion_mask,
+        completion_mask=batch.completion_mask,
     )

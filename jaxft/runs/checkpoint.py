@@ -88,20 +88,20 @@ class Checkpoints:
         self._manager = self._new_manager()
 
     def _new_manager(self) -> Any:
-        more: dict[str, Any] = {}
+        together: dict[str, Any] = {}
         if not self._group.is_alone:
             # Named processes meet through JAX's coordinator; all without names do so by a program on their devices, in
             # another thread than the one that computes.
             processes = set(range(self._group.num_processes))
-            more["multiprocessing_options"] = ocp.options.MultiprocessingOptions(active_processes=processes)
-            more["create"] = False
+            together["multiprocessing_options"] = ocp.options.MultiprocessingOptions(active_processes=processes)
             self._together(lambda: self.folder.mkdir(exist_ok=True) if self._group.is_first else None)
             self._together(self._check_shared)
-        options = ocp.CheckpointManagerOptions(max_to_keep=None, enable_async_checkpointing=True, **more)
-        more.pop("create", None)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=None, enable_async_checkpointing=True, create=self._group.is_alone, **together
+        )
         # Compression would save a fifth of the bytes, for ten times the CPU time.
-        arrays = ocp.PyTreeCheckpointHandler(use_compression=False, **more)
-        handlers = {"state": ocp.JsonCheckpointHandler(**more), "arrays": arrays}
+        arrays = ocp.PyTreeCheckpointHandler(use_compression=False, **together)
+        handlers = {"state": ocp.JsonCheckpointHandler(**together), "arrays": arrays}
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def _check_shared(self) -> None:
@@ -215,8 +215,8 @@ class Checkpoints:
             return like
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like)
         jax.tree.map(lambda x: x.delete(), like)
-        restored_as = ocp.checkpoint_utils.construct_restore_args(target)
-        args = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(target, restore_args=restored_as))
+        restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+        args = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args))
         restored = self._manager.restore(checkpoint.step, args=args).arrays
         return _with_new_names(restored) if has_old_names else restored
 

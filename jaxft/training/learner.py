@@ -357,9 +357,10 @@ class Learner:
         """
         self._prepare(params)
         state = self._train_state(params)
-        shapes, of_kept = self._planner().all_shapes(longest), self._kept_planner()
-        for width in sorted({width for _, width in shapes if self.loss.is_policy_loss}):
-            for rows in of_kept.row_buckets(width):
+        shapes = self._planner().all_shapes(longest)
+        kept_widths = {width for _, width in shapes} if self.loss.is_policy_loss else set()
+        for width in sorted(kept_widths):
+            for rows in self._kept_planner().row_buckets(width):
                 self._scored(params, before_scoring(self._empty_batch(rows, width)), value_head=None)
         for rows, width in shapes:
             batch = self._empty_batch(rows, width)

@@ -134,7 +134,7 @@ def test_only_wanted_tokens_are_scored(bigram):
             temperature=0.7,
             entropy_gradient=True,
             chunk_tokens=4,
-            wanted=wanted if is_partial else None,
+            completion_mask=wanted if is_partial else None,
         )
         if is_partial:  # what is not wanted has no gradient, whatever its weight
             weights = weights + 5.0 * ~wanted
