@@ -34,6 +34,9 @@ POLL_SECONDS = 0.5
 FAILED_SECONDS = 5.0
 """Time that a process has to end by itself after another one has ended with an error."""
 
+ABORT_SECONDS = 1.0
+"""Time that an abort waits for the end of process 0, which may be its reason."""
+
 NEWS = "news"
 """Folder of what processes say by themselves: `signal` that one got, and `end`, which is `FAILED` after an error."""
 
@@ -228,14 +231,20 @@ class Store:
 
     def _on_abort(self) -> None:
         """Report process 0 if JAX aborts this process because of it; any other abort goes on."""
+        deadline = time.monotonic() + ABORT_SECONDS
+        while not (is_silent := self._is_silent()) and time.monotonic() < deadline:
+            time.sleep(ABORT_SECONDS / 20)  # of a process that dies the connections end before its port does
+        if is_silent:
+            self._lose(0)
+        time.sleep(FAILED_SECONDS if self._losing.locked() else 0.0)
+
+    def _is_silent(self) -> bool:
+        """Return True if process 0 has gone, is stopped, or its host has vanished."""
         try:
             socket.create_connection(self._address, timeout=1.0).close()
         except OSError:
-            self._lose(0)
-        else:
-            if time.monotonic() - self._heard > HEARTBEAT_SECONDS / 2:  # it is stopped, or its host has vanished
-                self._lose(0)
-        time.sleep(FAILED_SECONDS if self._lost is not None else 0.0)
+            return True
+        return time.monotonic() - self._heard > HEARTBEAT_SECONDS / 2
 
     def _tell(self, **news: Any) -> None:
         self._own_news |= news
