@@ -127,7 +127,8 @@ def _varied_epochs(workload: Workload) -> Measured:
     """
     shapes = workload.shapes
     context = shapes.prompt_tokens + shapes.new_tokens
-    learner = Learner(workload.model, LossConfig(), OptimizerConfig(), microbatch_tokens=shapes.microbatch_tokens)
+    optimizer = OptimizerConfig(learning_rate=1e-6)
+    learner = Learner(workload.model, LossConfig(), optimizer, microbatch_tokens=shapes.microbatch_tokens)
     with workload.policy(slots=shapes.slots, max_context_tokens=context) as policy:
         asyncio.run(policy.engine.warm_up())
         by_engine = policy.compiles.count

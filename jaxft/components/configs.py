@@ -1,5 +1,6 @@
 """Configuration of the components that come with jaxft. Nothing here imports jax."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_serializer, model_validator
@@ -7,12 +8,12 @@ from pydantic import Field, SecretStr, field_validator, model_serializer, model_
 from jaxft import training
 from jaxft.errors import did_you_mean
 from jaxft.harness.addresses import HTTPAddress, ServeConfig
-from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error
+from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error, entries
 from jaxft.harness.functions import Function, NamedFunction, check_options
 from jaxft.harness.registry import LLMConfig, TrainerAdapterConfig, TrainerConfig, TrajectoryBuilderConfig
 from jaxft.models.config import LoraSpec
 from jaxft.training.config import LossConfig
-from jaxft.training.optimizer_config import OptimizerConfig
+from jaxft.training.optimizer_config import OptimizerConfig, default_rate
 
 
 class MeshConfig(ConfigModel):
@@ -300,6 +301,17 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     def has_own_reference(self) -> bool:
         """True if the reference of the KL is loaded from a checkpoint of its own."""
         return self.loss.needs_reference and self.loss.reference.path is not None
+
+    def resolved(self, config: Any, recorded: Mapping[str, Any]) -> "LocalTrainerAdapterConfig":
+        """Return the adapter with a learning rate, if something takes one: that of the weights that it trains."""
+        given = self.optimizer
+        if "learning_rate" in given.model_fields_set and given.learning_rate is not None:
+            return self
+        rate, policy = entries(recorded, "optimizer").get("learning_rate"), config.llms.get(self.llm)
+        if rate is None and isinstance(policy, LocalPolicyConfig) and given.takes_rate:
+            adapters, imitates = policy.lora is not None, self.loss.name == "sft"
+            rate = default_rate(is_random=policy.path is None, has_adapters=adapters, imitates=imitates)
+        return self if rate is None else self.model_copy(update={"optimizer": given.with_rate(rate)})
 
     def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
         """Return the faults of functions of one's own, as far as their parameters and shapes tell."""

@@ -11,10 +11,10 @@ from jaxft.components.logged_builder import ReadItem, ReadRow, read_item, read_i
 from jaxft.components.single_turn import InMemoryDatasetConfig
 from jaxft.components.train import (
     LOGGED,
+    RATE,
     TrainResult,
     formula_field,
     policy_fields,
-    rate_field,
     run_folder,
 )
 from jaxft.errors import ConfigError, DatasetError
@@ -54,7 +54,7 @@ def sft(
         num_updates: updates; None for one pass over the rows.
         rows_per_update: rows of an update, in a new order for each pass.
         optimizer: as in `jaxft.train`.
-        learning_rate: of the optimizer; None for 1e-5 or, if weights are random, 3e-3.
+        learning_rate: of the optimizer; None for 1e-5, with `lora` 1e-4 and, if weights are random, 3e-3.
         lora: as in `jaxft.train`.
         max_length: tokens that a row may have, of which the rest is cut off; None for the longest row.
         on_epoch_end: as in `jaxft.train`; an epoch is an update.
@@ -101,7 +101,7 @@ def dpo(
         num_updates: as in `sft`; so are all others.
         rows_per_update: pairs of an update.
         optimizer: as in `jaxft.train`.
-        learning_rate: as in `sft`.
+        learning_rate: as in `jaxft.train`.
         lora: as in `jaxft.train`.
         max_length: as in `sft`.
         on_epoch_end: as in `sft`.
@@ -136,7 +136,7 @@ def _run(loss: Mapping[str, Any], given: Mapping[str, Any]) -> TrainResult:
     updates, size = given["num_updates"], given["rows_per_update"]
     fields: dict[str, Any] = {
         **{f"llms.policy.{name}": value for name, value in policy.items()},
-        **rate_field(optimizer, given["learning_rate"], policy, overrides),
+        RATE: given["learning_rate"],
         "trainers.loop.examples_per_update": size,
         "finetuning.num_epochs": -(-len(examples["rows"]) // size) if updates is None else updates,
         "finetuning.seed": given["seed"],

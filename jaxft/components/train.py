@@ -23,7 +23,7 @@ from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path
 from jaxft.harness.config import Config, config_from_mapping
 from jaxft.harness.config_merge import literal
-from jaxft.harness.functions import Function, load_function
+from jaxft.harness.functions import Function
 from jaxft.harness.opening import open_session
 from jaxft.harness.runtime import run_to_result
 from jaxft.harness.session import MODEL_FOLDER, resume_command
@@ -37,7 +37,7 @@ from jaxft.runs.records import RunRecords, read_run
 
 DEFAULTS, LOGGED = (Path(__file__).with_name(name) for name in ("train.yml", "logged.yml"))
 """The runs of `train`, and of `sft` and `dpo`, before their arguments."""
-CONTEXT = "llms.policy.max_context_tokens"
+CONTEXT, RATE = "llms.policy.max_context_tokens", "trainer_adapters.local.optimizer.learning_rate"
 MOST_SLOTS = 128
 """Completions that are decoded at the same time."""
 RUNS = "runs/train-{}"
@@ -92,7 +92,7 @@ def train(
         reward_weights: weight of each reward function, in their order or by name; None for 1 each.
         optimizer: name of an optimizer, a function that returns an optax transformation (it gets `learning_rate`), or
             an optax transformation, of which a resumed run checks the shapes of its state only.
-        learning_rate: of the optimizer; None for 1e-5 or, if weights are random, 3e-3.
+        learning_rate: of the optimizer; None for 1e-6, with `lora` 1e-5 and, if weights are random, 3e-3.
         lora: rank of adapters that are trained in the place of the weights, or the fields of `llms.<name>.lora`.
         temperature: divisor of the logits that completions are sampled with.
         max_completion_length: most tokens of a completion.
@@ -124,7 +124,7 @@ def train(
         "workflow.max_tokens": max_completion_length,
         "workflow.temperature": temperature,
         "trajectory_builders.rollouts.num_generations": num_generations,
-        **rate_field(optimizer, learning_rate, policy, overrides),
+        RATE: learning_rate,
         "trainers.loop.examples_per_update": examples_per_update,
         "finetuning.num_epochs": num_epochs,
         "finetuning.seed": seed,
@@ -179,36 +179,6 @@ def run_folder(
         if output_dir is None and not (folder / CONFIG_FILE).exists():
             shutil.rmtree(folder, ignore_errors=True)  # nothing has begun in it
         raise
-
-
-def rate_field(
-    optimizer: Any, rate: float | None, policy: Mapping[str, str], overrides: Mapping[str, Any] | None
-) -> dict[str, float]:
-    """Return the field of the learning rate; none if none is given and the optimizer or its schedule has its own.
-
-    Raises:
-        ConfigError: a learning rate is given beside a whole transformation.
-    """
-    path = "trainer_adapters.local.optimizer"
-    is_whole = isinstance(optimizer, optax.GradientTransformation)
-    if is_whole and rate is not None:
-        raise ConfigError([f"learning_rate: is {rate:g}, but the optimizer is a transformation with its own"])
-    given = overrides or {}
-    formulas = given.get(f"{path}.function") or optimizer, given.get(f"{path}.schedule")
-    if rate is None and (is_whole or not all(map(takes_rate, formulas))):
-        return {}
-    default = 3e-3 if "preset" in policy else 1e-5
-    return {f"{path}.learning_rate": default if rate is None else rate}
-
-
-def takes_rate(formula: Any) -> bool:
-    """Return False for a function, itself or as `module:name`, that has no parameter `learning_rate`."""
-    if not callable(formula) and ":" not in str(formula):
-        return True
-    try:
-        return load_function(formula).takes("learning_rate")
-    except (ConfigError, ValueError):  # the configuration says what is wrong with it
-        return True
 
 
 def formula_field(given: Any) -> dict[str, Any]:

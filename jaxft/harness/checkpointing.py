@@ -26,7 +26,7 @@ from jaxft.harness.functions import Function
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.redaction import redacted
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.files import METRICS_FILE, RESUMES_FILE
+from jaxft.runs.files import CONFIG_FILE, METRICS_FILE, RESUMES_FILE
 
 if TYPE_CHECKING:
     from jaxft.runs.checkpoint import Checkpoint, Checkpoints
@@ -293,22 +293,30 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     return changes
 
 
-def check_changes(directory: RunDirectory, config: Config, config_file: str) -> Changes:
+def recorded_config(directory: RunDirectory) -> dict[str, Any]:
+    """Return the recorded configuration of a run as plain values.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    file = directory.path / CONFIG_FILE
+    try:
+        return parse_yaml(file.read_text("utf-8"), str(file))
+    except OSError as error:
+        raise ConfigError(
+            [f"{file}: cannot be read ({error.strerror}), and no run can be resumed without it"]
+        ) from None
+
+
+def check_changes(directory: RunDirectory, config: Config) -> Changes:
     """Return the differences between the recorded configuration of a run and `config`.
 
     Raises:
         ConfigError: a path of `IMMUTABLE` differs, a function has changed and its new digest is not given, or the
             recorded configuration cannot be read.
     """
-    recorded = directory.path / config_file
-    try:
-        before = parse_yaml(recorded.read_text("utf-8"), str(recorded))
-    except OSError as error:
-        raise ConfigError(
-            [f"{recorded}: cannot be read ({error.strerror}), and no run can be resumed without it"]
-        ) from None
     now = parse_yaml(resolved_yaml(config), "the configuration")
-    changes = find_changes(before, now)
+    changes = find_changes(recorded_config(directory), now)
     changes.pop("finetuning.output_dir", None)  # the same directory by another name, or moved
     faults = [
         f"{path}: was {_show_value(old)} and is {_show_value(new)}: a resumed run keeps the value it was started with"

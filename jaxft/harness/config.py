@@ -214,9 +214,16 @@ class Config(ModelsConfig):
         is_judged = self.finetuning.reward_function is not None or not self.finetuning.enabled
         if builder is not None and builder.needs_reward and not is_judged:
             raise_faults([("finetuning", "enabled, but without reward_function")])
+        self.resolve({})
         both = (self.llms, self.trainer_adapters)
         raise_faults(fault for each in both for name, part in each.items() for fault in part.faults(name, self))
         return self
+
+    def resolve(self, recorded: Mapping[str, Any]) -> None:
+        """Give fields of adapters whose defaults depend on others their values, first those of a `recorded` run."""
+        for name, adapter in self.trainer_adapters.items():
+            before = entries(entries(recorded, "trainer_adapters"), name)
+            self.trainer_adapters[name] = adapter.resolved(self, before)
 
 
 def load_config(

@@ -16,7 +16,14 @@ from jaxft.errors import (
     one_line,
     without_secrets,
 )
-from jaxft.harness.checkpointing import Checkpointing, check_changes, find_changes, masked_paths, record
+from jaxft.harness.checkpointing import (
+    Checkpointing,
+    check_changes,
+    find_changes,
+    masked_paths,
+    record,
+    recorded_config,
+)
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, config_secrets, resolved_yaml, validation_config
 from jaxft.harness.config_help import differences_to_defaults
@@ -91,8 +98,10 @@ async def open_session(
         shown_on.mask = redactor()
         checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message, shared)
         with _told_at_the_end(checkpointing, directory, shown_on, shutdown):
+            is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
+            if is_continued:  # its defaults may have been others
+                config.resolve(recorded_config(directory))
             async with ComponentBuilder(_config_of_process(config), directory, shown_on) as builder:
-                is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
                 has_loggers = config.finetuning.enabled and output_dir is None
                 about = await _prepare(config, builder, checkpointing, shutdown, has_loggers, is_continued=is_continued)
                 session = Session(config, directory, shown_on, builder, checkpointing, about)
@@ -301,7 +310,7 @@ async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> Non
     no checkpoint is found, the caller calls `checkpointing.when_restored`.
     """
     config, directory = builder.config, builder.directory
-    changes, resolved = check_changes(directory, config, CONFIG_FILE), resolved_yaml(config)
+    changes, resolved = check_changes(directory, config), resolved_yaml(config)
     await checkpointing.find()
 
     def go_on() -> None:

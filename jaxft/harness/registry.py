@@ -130,6 +130,15 @@ class TrajectoryBuilderConfig(RewardedConfig):
 class TrainerAdapterConfig(CheckedConfig, RewardedConfig):  # whose settings are not frozen
     """A `TrainerAdapter`."""
 
+    def resolved(self, config: Any, recorded: Mapping[str, Any]) -> "TrainerAdapterConfig":
+        """Return this adapter with values for the fields whose defaults depend on other components.
+
+        Args:
+            config: the whole `Config`, each field of which is valid.
+            recorded: the fields of the adapter in the run that is continued, whose values go before; empty if none is.
+        """
+        return self
+
 
 class TrainerConfig(RewardedConfig):
     """A `Trainer`."""

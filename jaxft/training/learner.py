@@ -230,8 +230,8 @@ class Learner:
         if metrics["applied_updates"]:
             self._applied_jobs += 1
             self._follow(params)
-        metrics |= {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates, "learning_rate": rate}
-        return params, metrics
+        metrics |= {"updates": len(history), "nonfinite_updates_in_a_row": self.bad_updates}
+        return params, metrics | ({} if np.isnan(rate) else {"learning_rate": rate})
 
     def _merge(
         self,

@@ -13,6 +13,23 @@ ScheduleName = Literal["constant", "linear", "cosine"]
 SETTINGS = ("learning_rate", "weight_decay", "b1", "b2")
 """Fields that an optimizer gets if it has parameters for them."""
 
+RECORDED_RATE = 1e-5
+"""The learning rate that earlier versions recorded with every optimizer, also with one that takes none."""
+
+
+def default_rate(*, is_random: bool, has_adapters: bool, imitates: bool) -> float:
+    """Return the learning rate of a run that is given none, by the weights that it trains.
+
+    Args:
+        is_random: True for random weights in the shape of a preset.
+        has_adapters: True if low-rank adapters are trained in the place of the weights.
+        imitates: True for the loss `sft`.
+
+    >>> default_rate(is_random=False, has_adapters=True, imitates=False)
+    1e-05
+    """
+    return 3e-3 if is_random else (1e-6, 1e-5, 1e-4)[has_adapters + imitates]
+
 
 class ParameterGroupConfig(ConfigModel):
     """Parameters whose paths match a pattern, with a learning rate and a weight decay of their own."""
@@ -46,8 +63,12 @@ class OptimizerConfig(ConfigModel):
         validate_default=True,
         description="More keywords of the function, or of the optimizer of that name in optax.",
     )
-    learning_rate: float = Field(
-        default=1e-5, gt=0.0, le=LARGEST_FLOAT32, description="Learning rate at the end of the warm-up."
+    learning_rate: float | None = Field(
+        default=None,
+        gt=0.0,
+        le=LARGEST_FLOAT32,
+        description="Learning rate at the end of the warm-up. null: 1e-6, or 1e-5 for adapters (lora), each ten times "
+        "as much with the loss sft; 3e-3 for the random weights of a preset; none if nothing takes it.",
     )
     schedule: Annotated[ScheduleName | Function, name_or_function(*get_args(ScheduleName)), PlainSerializer(str)] = (
         Field(
@@ -86,6 +107,16 @@ class OptimizerConfig(ConfigModel):
         is_usual = self.name in ("adamw", "sgd") and not (self.options or self.groups)
         return not is_usual or isinstance(self.schedule, Function)
 
+    @property
+    def takes_rate(self) -> bool:
+        """True unless a function, as the optimizer or as the schedule, takes no `learning_rate`."""
+        functions = (self.function, self.schedule)
+        return all(each.takes("learning_rate") for each in functions if isinstance(each, Function))
+
+    def with_rate(self, rate: float) -> "OptimizerConfig":
+        """Return the settings with a learning rate in the place of None, which does not count as a given one."""
+        return self.model_construct(self.model_fields_set - {"learning_rate"}, **{**dict(self), "learning_rate": rate})
+
     @model_validator(mode="before")
     @classmethod
     def _is_named_function(cls, values: Any) -> Any:
@@ -96,6 +127,7 @@ class OptimizerConfig(ConfigModel):
         """Refuse settings that the optimizer or the schedule would leave unread."""
         check_named(self.name, self.function)
         changed = {name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default}
+        changed -= {"learning_rate"} if self.learning_rate == RECORDED_RATE else set()
         changed |= {"weight_decay" for each in self.groups if each.weight_decay is not None}
         changed |= {"rate_factor" for each in self.groups if each.rate_factor not in (0.0, 1.0)}
         if self.function is None:

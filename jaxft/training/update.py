@@ -219,12 +219,22 @@ OPTIMIZERS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Return the schedule, updates counted from 0: linear warm-up, then constant, or linear or cosine decay."""
+    """Return the schedule, updates counted from 0: linear warm-up, then constant, or linear or cosine decay.
+
+    It is NaN for an optimizer that takes no learning rate.
+
+    Raises:
+        ValueError: there is no learning rate; in a whole configuration there is one.
+    """
     rate, warmup = config.learning_rate, config.warmup_updates
     if isinstance(config.schedule, Function):
         return config.schedule.call(
             **config.schedule.select_keywords({"learning_rate": rate}), **config.schedule_options
         )
+    if rate is None and config.takes_rate:
+        raise ValueError("learning_rate: is null, and no configuration says which model is trained: give a number")
+    if rate is None:
+        return optax.constant_schedule(jnp.nan)
     if config.decay_updates is None:
         after = optax.constant_schedule(rate)
     elif config.schedule == "linear":
@@ -239,7 +249,7 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 @partial(jax.jit, static_argnums=0)
 def rate_at(config: OptimizerConfig, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Return the learning rate of an update."""
+    """Return the learning rate of an update; NaN if the optimizer takes none."""
     return jnp.asarray(make_schedule(config)(step), jnp.float32)
 
 

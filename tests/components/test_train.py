@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 import jaxft
-from jaxft.components.train import takes_rate
+from jaxft.components.train import DEFAULTS
 from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, TooManyFailures
+from jaxft.harness.config import config_from_mapping, resolved_yaml
 from jaxft.harness.signals import current_shutdown
 from tests import own_functions
 
@@ -53,9 +54,50 @@ def whole(tmp_path_factory):
     return jaxft.train("qwen3-50k", [digits, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **OWN)
 
 
-def test_a_function_without_the_parameter_gets_no_default_rate():
-    formulas = "adamw", None, "optax:adamw", "no_module:name", "optax:identity", lambda: None
-    assert [takes_rate(each) for each in formulas] == [True, True, True, True, False, False]
+def rate(optimizer=None, loss="dapo", recorded=None, **policy):
+    """Return the learning rate of a run with this policy; `recorded` is that of the run that it continues."""
+    mapping = yaml.safe_load(DEFAULTS.read_text("utf-8"))
+    mapping["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
+    mapping["eval"]["evaluators"]["reward"]["functions"] = [digits]
+    mapping["llms"]["policy"] |= policy
+    mapping["trainer_adapters"]["local"] |= {"optimizer": optimizer or {}, "loss": {"name": loss}}
+    config = config_from_mapping(mapping, base_dir=".")
+    before = {} if recorded is None else {"optimizer": {"learning_rate": recorded}}
+    config.resolve({"trainer_adapters": {"local": before}})
+    return yaml.safe_load(resolved_yaml(config))["trainer_adapters"]["local"]["optimizer"]["learning_rate"]
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"preset": "qwen3-50k"}, 3e-3),
+        ({"preset": "qwen3-50k", "lora": {}}, 3e-3),
+        ({"path": "some/model"}, 1e-6),
+        ({"path": "some/model", "lora": {}}, 1e-5),
+        ({"path": "some/model", "lora": {}, "loss": "dpo"}, 1e-5),
+        ({"path": "some/model", "loss": "sft"}, 1e-5),
+        ({"path": "some/model", "loss": "sft", "lora": {}}, 1e-4),
+        ({"path": "some/model", "optimizer": {"learning_rate": 2e-4}}, 2e-4),
+        ({"path": "some/model", "optimizer": {"learning_rate": None}}, 1e-6),
+        ({"path": "some/model", "optimizer": {"function": "optax:adamw"}}, 1e-6),
+        ({"path": "some/model", "optimizer": {"function": "optax:identity"}}, None),
+        (
+            {
+                "path": "some/model",
+                "optimizer": {"schedule": "tests.own_functions:halving", "schedule_options": {"every": 2}},
+            },
+            1e-6,
+        ),
+        # A run that is continued: its rate, unless another one is given.
+        ({"path": "some/model", "recorded": 1e-5}, 1e-5),
+        ({"path": "some/model", "recorded": 1e-5, "optimizer": {"learning_rate": 2e-4}}, 2e-4),
+        # Earlier versions recorded 1e-5 also where nothing takes it.
+        ({"path": "some/model", "recorded": 1e-5, "optimizer": {"function": "optax:identity"}}, 1e-5),
+        ({"path": "some/model", "optimizer": {"function": "optax:identity", "learning_rate": 1e-5}}, 1e-5),
+    ],
+)
+def test_the_learning_rate_is_that_of_the_weights_unless_one_is_given(options, expected):
+    assert rate(**options) == expected
 
 
 def test_the_result_has_history_plot_and_model(whole):
@@ -90,7 +132,7 @@ def test_a_run_interrupted_in_a_notebook_goes_on_as_if_nothing_had_happened(whol
 
     def train(reward, **options):
         return jaxft.train(
-            "qwen3-50k", [reward, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **OWN | options
+            "qwen3-50k", [reward, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS | OWN | options
         )
 
     def interrupting(completions, **kwargs):
@@ -117,7 +159,8 @@ def test_a_run_interrupted_in_a_notebook_goes_on_as_if_nothing_had_happened(whol
     own = r"loss.function: was tests.own_functions:pull@\w+ and is tests.own_functions:with_reference@\w+: to go on"
     with pytest.raises(ConfigError, match=own):
         train(digits, resume=True, loss=own_functions.with_reference, beta=0.1)
-    result = asyncio.run(notebook(digits, resume=True))
+    # None is the recorded rate, as for a run of an earlier version with another default.
+    result = asyncio.run(notebook(digits, resume=True, learning_rate=None))
     assert metrics_of(folder) == metrics_of(whole.output_dir) and len(result.history) == 3
     with pytest.raises(RunDirectoryError, match="interrupted"):  # it holds a run, which nothing overwrites
         train(digits)

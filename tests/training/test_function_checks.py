@@ -19,7 +19,7 @@ OWN = "tests.own_functions:"
 
 def faults(loss=None, optimizer=None):
     """Return the faults of functions, by field."""
-    configs = LossConfig(**loss or {}), OptimizerConfig(**optimizer or {})
+    configs = LossConfig(**loss or {}), OptimizerConfig(**optimizer or {}).with_rate(1e-3)
     return dict(check_signatures(*configs))
 
 
@@ -69,7 +69,7 @@ def test_the_shipped_loss_as_a_function_is_the_same_program(name, packed):
         LossConfig(name=name, **fields),
         LossConfig(function="jaxft:policy_loss", options={"loss": name}, **fields),
     )
-    assert not check_signatures(own, OptimizerConfig())
+    assert not check_signatures(own, OptimizerConfig(learning_rate=1e-3))
     tables = _tables(own, is_packed=packed)
 
     def text(config):
@@ -205,7 +205,7 @@ def test_the_shipped_optimizer_as_a_function_is_the_same_program():
     params = {"layers": {"kernel": np.ones((2, 3, 3), np.float32), "scale": np.ones((2, 3), np.float32)}}
 
     def text(**fields):
-        made = make_optimizer(OptimizerConfig(warmup_updates=2, **fields))
+        made = make_optimizer(OptimizerConfig(learning_rate=1e-3, warmup_updates=2, **fields))
         return str(jax.make_jaxpr(lambda p: made.update(p, made.init(p), p))(params))
 
     decay = {"weight_decay": 0.1}
@@ -243,7 +243,7 @@ def test_groups_of_a_policy_beside_a_value_head_have_its_paths():
 
 
 def test_a_group_without_parameters_is_refused():
-    optimizer = make_optimizer(OptimizerConfig(groups=({"pattern": "layer/*"},)))
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-3, groups=({"pattern": "layer/*"},)))
     with pytest.raises(ValueError, match=r"no parameter is left for the pattern 'layer/\*'"):
         jax.eval_shape(optimizer.init, {"layers": {"kernel": np.ones((1, 2, 2))}})
 
@@ -256,7 +256,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_others():
             "scale": jax.ShapeDtypeStruct((2, 4), np.float32),
         },
     }
-    optimizer = make_optimizer(OptimizerConfig(name="muon"))
+    optimizer = make_optimizer(OptimizerConfig(name="muon", learning_rate=1e-3))
     state = jax.eval_shape(lambda p: init_train_state(p, optimizer), params).opt_state
     muon, adam = ({x.shape for x in jax.tree.leaves(state.inner_states[name])} for name in ("muon", "adam"))
     assert (2, 4, 3) in muon and {(2, 4), (5, 4)} <= adam and not adam & muon - {()}

@@ -397,7 +397,7 @@ def test_another_error_of_the_compiler_is_no_lack_of_memory(start, monkeypatch):
 
 
 def test_memory_is_that_of_the_compiled_programs(start):
-    learner = Learner(MODEL, LossConfig(), OptimizerConfig(), microbatch_tokens=64)
+    learner = Learner(MODEL, LossConfig(), OptimizerConfig(learning_rate=1e-3), microbatch_tokens=64)
     shapes = jax.eval_shape(lambda params: params, start)
     memory = training_memory(learner, shapes, 32)
     parameters = sum(leaf.nbytes for leaf in jax.tree.leaves(start)) / 2**20
