@@ -198,6 +198,10 @@ class PolicyLostError(PolicyError):
     """An update failed after it took the parameters; they must be restored from a checkpoint."""
 
 
+class ToolsUnsupportedError(RequestError, PolicyError):
+    """The chat template of a model takes no tools; this ends a run, as no request with tools can ever be answered."""
+
+
 class DeviceMemoryError(PolicyError):
     """The device has too little memory for the configuration; the message names the settings to lower."""
 

@@ -55,7 +55,8 @@ async def chat(arguments: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the source holds no model, or the tools cannot be used.
-        RequestError: the chat template refuses an option; or the input was no terminal, and a message has no answer.
+        RequestError: the chat template refuses an option or tools; or a message has no answer, and the input is no
+            terminal.
     """
     functions = {} if arguments.tools is None else load_functions(arguments.tools)
     settings = ChatRequest(
@@ -76,7 +77,7 @@ async def chat(arguments: argparse.Namespace) -> None:
         llm: ChatClient = await builder.get_llm(name)
         console.close()  # the live line stands between standard output and whoever looks for it
         question = [*settings.messages, {"role": "user", "content": "?"}]
-        llm.policy.template.prompt(question, tools=settings.tools, template_kwargs=settings.chat_template_kwargs)
+        await llm.count_tokens(replace(settings, messages=question))  # refuses now what every message would meet
         try:
             await Conversation(llm, functions, settings, console, seed).run()
         except BrokenPipeError:

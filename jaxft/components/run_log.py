@@ -34,6 +34,7 @@ COLUMNS = {
 }
 """Metrics of the progress line, and the words they are shown under."""
 SHOWN_FROM = {
+    "truncated_fraction": ("cut", 0.01),
     "clip_high_fraction": ("clip", 0.01),
     "sampler_logprob_diff_max": ("sampler diff", 0.1),
     "failed_episodes": ("failed", 1.0),
@@ -153,13 +154,18 @@ class RunLog:
         self._directory.write_json(CURRICULUM_FILE, state)
 
     def sample(self, epoch: int, trajectory: Trajectory) -> None:
-        """Show an episode."""
+        """Show an episode, and how its answers ended."""
         messages = [
             {"role": item.role.value, "content": item.content}
             for item in trajectory.episode
             if isinstance(item, EpisodeItem)
         ]
-        title = f"after {epoch} epochs, example {trajectory.example_id}, reward {trajectory.reward:g}"
+        reasons = (trajectory.metadata or {}).get("finish_reasons", [])
+        ended = f", finish_reason {reasons[-1]}" if reasons else ""
+        if cut := reasons.count("length"):
+            answers = "the answer" if len(reasons) == 1 else f"{cut} of {len(reasons)} answers"
+            ended += f" (the token limit cut {answers})"
+        title = f"after {epoch} epochs, example {trajectory.example_id}, reward {trajectory.reward:g}{ended}"
         self.console.episode(title, messages)
 
     def keep(self, epoch: int, trajectories: Sequence[Trajectory], failures: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils import get_json_schema
 
-from jaxft import ConfigError, EvalInputItem, ToolCall
+from jaxft import ChatRequest, ConfigError, EvalInputItem, LanguageModel, ToolCall
 from jaxft.environments import EnvironmentFactoryConfig, EnvironmentRewardConfig
 from jaxft.errors import did_you_mean, one_line
 
@@ -23,10 +23,17 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 async def workflow(config: EnvironmentFactoryConfig, builder: Any) -> AsyncIterator[Callable[[dict[str, Any]], Any]]:
-    """Yield the workflow: an episode in a new environment. It returns messages and reward."""
+    """Yield the workflow: an episode in a new environment. It returns messages and reward.
+
+    Raises:
+        ToolsUnsupportedError: the chat template of the policy takes no tools.
+    """
     llm = await builder.get_llm(config.llm)
     named = config.factory if isinstance(config.factory, dict) else {"": config.factory}
     kinds = {name: environment_kind(find_factory(path)) for name, path in named.items()}
+    for kind in kinds.values():
+        if isinstance(llm, LanguageModel):  # refused now, not in the first episode
+            await llm.count_tokens(ChatRequest([{"role": "user", "content": "?"}], tools=kind.tools))
 
     async def play(row: dict[str, Any]) -> dict[str, Any]:
         name = "" if isinstance(config.factory, str) else row.pop("environment", None)

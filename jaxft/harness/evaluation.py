@@ -380,16 +380,14 @@ def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequenc
 
 def _straggler(running: Sequence[Episode]) -> str:
     """Return the age of the oldest episode and of its last call, as text; empty while it is below `OLD_SECONDS`."""
-    now = time.perf_counter()
-    oldest = min((episode for episode in running if episode.began_at is not None), key=_began, default=None)
-    if oldest is None or now - _began(oldest) < OLD_SECONDS:
+    now, begun = time.perf_counter(), {each.began_at: each for each in running if each.began_at is not None}
+    seconds = now - min(begun, default=now)
+    if seconds < OLD_SECONDS:
         return ""
-    called = "no call yet" if oldest.called_at is None else f"last call {now - oldest.called_at:.0f} s ago"
-    return f"; oldest {oldest.example_id}/{oldest.generation}: {now - _began(oldest):.0f} s, {called}"
-
-
-def _began(episode: Episode) -> float:
-    return episode.began_at or 0.0
+    oldest = begun[min(begun)]
+    called = "no model call yet" if oldest.called_at is None else f"last model call {now - oldest.called_at:.0f} s ago"
+    name = f"example {oldest.example_id}, generation {oldest.generation}"
+    return f"; oldest episode ({name}): {seconds:.0f} s, {called}"
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 
 from jaxft.core.types import Params
-from jaxft.errors import ManifestError, ModelFileError
+from jaxft.errors import ManifestError, ModelFileError, one_line
 from jaxft.files import MANIFEST, home_path, verify_manifest
 
 WEIGHTS, INDEX, GGUF = "model.safetensors", "model.safetensors.index.json", ".gguf"
@@ -70,8 +70,8 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], patterns: Sequence[str]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
     except (OSError, ValueError) as error:
         raise ModelFileError(
-            f"{name!r} is neither a folder here nor could it be downloaded ({type(error).__name__}: {error}); download "
-            "the model by other means and pass the path of its folder"
+            f"{name!r} is neither a folder here nor could it be downloaded ({one_line(error)}); download the model by "
+            "other means and pass the path of its folder"
         ) from error
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import mark_control_tokens
 
-from jaxft.errors import PromptTooLongError, RequestError
+from jaxft.errors import PromptTooLongError, RequestError, ToolsUnsupportedError
 from jaxft.rollout.calls import Call, Prompt
 from jaxft.rollout.grammar import Compiler
 from jaxft.rollout.messages import (
@@ -174,6 +174,7 @@ class ChatTemplate:
 
         Raises:
             RequestError: messages or variables of the template are malformed, or the template refuses them.
+            ToolsUnsupportedError: the template takes the conversation without the tools only.
             PromptTooLongError: there is too much text to tokenise.
         """
         given = canonical_messages(messages)
@@ -450,10 +451,11 @@ class ChatTemplate:
                 return self._render_marked(asked, list(tools), dict(kwargs), add_generation_prompt)
             return self._rendered_before(conversation)
         except Exception as error:  # a template is code of the model's, and may fail in any way
-            roles = ", ".join(message["role"] for message in messages)
+            roles, why = ", ".join(message["role"] for message in messages), " ".join(str(error).split())
+            if tools and not kwargs and self._example(messages, asks=add_generation_prompt):
+                raise ToolsUnsupportedError(f"the chat template refuses tools: {why}", param="tools") from error
             raise RequestError(
-                f"the chat template refuses a conversation of roles {roles}: {' '.join(str(error).split())}",
-                param="messages",
+                f"the chat template refuses a conversation of roles {roles}: {why}", param="messages"
             ) from error
 
     def _render_json(self, conversation: str) -> str:

@@ -117,7 +117,8 @@ class ChatClient(LanguageModel):
         """Return the text that `tool_choice` forces an answer to begin with; empty if it forces none.
 
         Raises:
-            RequestError: the tokenizer's model calls no tools, or none that can be forced.
+            ToolsUnsupportedError: the tokenizer's model calls no tools.
+            RequestError: it calls none that can be forced.
         """
         if not request.may_call_tools:
             return ""

@@ -255,7 +255,7 @@ class Episode:
         with _lock:
             if self._is_over:
                 raise self.closed()
-            self.called_at = time.perf_counter()
+            self.called_at, self.policy_error = time.perf_counter(), None  # an agent may go on without tools
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def begin_remote_call(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
-from jaxft.errors import RequestError
+from jaxft.errors import RequestError, ToolsUnsupportedError
 from jaxft.files import STRICT_JSON
 from jaxft.rollout.messages import MAX_DEPTH, TOOL_NAME, Tool, ToolCall, check_json
 from jaxft.rollout.tokenizer import TokenTexts
@@ -126,10 +126,10 @@ class ResponseFormat:
         """Return the template to parse an answer with; None if all of its text is content.
 
         Raises:
-            RequestError: there are tools, and no response template says how the model calls them.
+            ToolsUnsupportedError: there are tools, and no response template says how the model calls them.
         """
         if has_tools and self._tools_template is None:
-            raise RequestError(
+            raise ToolsUnsupportedError(
                 "tools are given, but the chat template is of no family whose tool calls are known (Qwen 2.5 to 3.5, "
                 "Hermes, SmolLM3, Llama 3, Mistral); give the tokenizer a response_template in its "
                 "tokenizer_config.json",

@@ -19,12 +19,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.text import Text
 
 from jaxft.redaction import redacted
+from jaxft.runs.files import LOG_FILE
 
 # Characters that reorder or break the text around them, so that it can look like another text.
 _DECEPTIVE = {*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0x200E, 0x200F, 0x061C, 0x2028, 0x2029}
 _ROLE_STYLES = {"system": "magenta", "user": "green", "assistant": "cyan", "tool": "yellow"}
 _FORMATTER = logging.Formatter("%(levelname)s %(name)s: %(message)s")
 _EPOCH_COLUMNS, _VALUE_COLUMNS = 80, 6
+_SHOWN_CHARACTERS = 4000
+"""Most characters of a message of an episode that are shown; the log file has them all."""
 _MAX_UNWRITTEN = 1000
 """Number of entries buffered in memory until the log file is opened."""
 
@@ -139,13 +142,14 @@ class Console:
         Args:
             title: one line.
             messages: messages with `role` and `content`. Content is not parsed as markup; control characters are
-                escaped.
+                escaped. A long one is shown without its middle, which is only in the log file.
         """
         self._print(f"--- {printable(title)}", style="bold")
         for message in messages:
-            role, content = printable(message["role"]), printable(message["content"])
+            # Masked before it is cut, as half of a secret is not found.
+            role, content = printable(message["role"]), self._safe(printable(message["content"]))
             self._print(f"{role}:", style=_ROLE_STYLES.get(message["role"], "red"))
-            self._print("\n".join(f"    {line}" for line in content.split("\n")))
+            self._print(_indented(_shortened(content)), kept=_indented(content))
 
     def table(self, values: Mapping[str, object]) -> None:
         """Show names and values in two columns, floats with four digits."""
@@ -208,12 +212,13 @@ class Console:
                 self._print(line)
             self._has_printed = False
 
-    def _print(self, text: str, style: str = "") -> None:
+    def _print(self, text: str, style: str = "", kept: str | None = None) -> None:
+        """Show a text, and add it, or `kept` in its place, to the log file."""
         text = self._safe(text)
         with self._lock:
             self._has_printed = True
             self._rich.print(Text(text, style=style), soft_wrap=True)
-            self._keep(text)
+            self._keep(text if kept is None else kept)
 
     def _keep(self, text: str) -> None:
         now = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -282,6 +287,18 @@ def _is_unsafe(character: str) -> bool:
     code = ord(character)
     is_control = code < 0x20 or 0x7F <= code < 0xA0
     return (is_control and character not in "\n\t") or 0xD800 <= code < 0xE000 or code in _DECEPTIVE
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+def _shortened(text: str) -> str:
+    """Return a text without its middle if it has more than `_SHOWN_CHARACTERS`."""
+    half = _SHOWN_CHARACTERS // 2
+    if len(text) <= 2 * half:
+        return text
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out; {LOG_FILE} has them]\n{text[-half:]}"
 
 
 def _column(name: str, value: float | None) -> str:

@@ -190,6 +190,8 @@ def _answering(
 
 def _refuse(error: Exception, dialect: Dialect) -> APIError:
     """Return an error for clients; the episode keeps one of the policy, after which no call can succeed."""
+    if isinstance(error, PolicyError) and (episode := find_episode()) is not None:
+        episode.policy_error = error
     if isinstance(error, APIError):
         return error
     if isinstance(error, PromptTooLongError):
@@ -200,9 +202,6 @@ def _refuse(error: Exception, dialect: Dialect) -> APIError:
     if isinstance(error, ValueError):
         return APIError(str(error))
     if isinstance(error, PolicyError):
-        episode = find_episode()
-        if episode is not None:
-            episode.policy_error = error
         return APIError(one_line(error), status=503, kind="service_unavailable_error")
     if (served := SERVED.get()) is not None:
         logger.error("request %s failed", served.id, exc_info=error)

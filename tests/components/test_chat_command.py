@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,8 +151,11 @@ def test_a_model_of_the_hub_is_found_where_it_was_downloaded(model_folder, tmp_p
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert chat(monkeypatch, capsys, "somebody/tiny", "--max-tokens", 2, *SHORT)[0] == 0
-    code, _, err = chat(monkeypatch, capsys, "somebody/else")
-    assert code == 2 and err.count("\n") == 1 and "somebody/else" in err
+    for is_offline in (True, False):
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_offline)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # refuses connections
+        code, _, err = chat(monkeypatch, capsys, "somebody/else")
+        assert code == 2 and err.count("\n") == 1 and "somebody/else" in err
 
 
 def test_a_folder_without_a_model_says_what_to_do(tmp_path, monkeypatch, capsys):
@@ -185,6 +189,18 @@ def test_a_folder_without_a_model_says_what_to_do(tmp_path, monkeypatch, capsys)
 def test_options_that_cannot_be_are_one_line(model_folder, monkeypatch, capsys, options, reason):
     code, out, err = chat(monkeypatch, capsys, model_folder, *options)
     assert code == 2 and out == "" and err.count("\n") == 1 and reason in err
+
+
+def test_tools_that_the_template_cannot_take_are_refused_before_the_first_message(
+    model_folder, tmp_path, monkeypatch, capsys
+):
+    shutil.copytree(model_folder, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    (tmp_path / "model" / "manifest.json").unlink()
+    tools = tmp_path / "tools_of_no_template.py"
+    tools.write_text('def look():\n    """Look around."""\n')
+    code, out, err = chat(monkeypatch, capsys, tmp_path / "model", "--tools", tools, *SHORT, text=b"hi\nhi\n")
+    assert code == 2 and out == "" and err.count("\n") == 1 and "response_template" in err
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,49 @@
 
 import io
 
+import pytest
+
 from jaxft.components.run_log import RunLog
+from jaxft.harness.data_models import EpisodeItem, Trajectory
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
 
 def test_a_column_stays_and_what_matters_comes_behind_it(tmp_path):
     stream = io.StringIO()
-    quiet = {"clip_high_fraction": 0.009, "sampler_logprob_diff_max": 0.09, "failed_episodes": 0}
+    names = ("truncated_fraction", "clip_high_fraction", "sampler_logprob_diff_max", "failed_episodes")
+    quiet, loud = (dict(zip(names, values, strict=True)) for values in ((0.009, 0.009, 0.09, 0), (0.25, 0.01, 0.1, 0)))
     with RunDirectory.create(tmp_path / "run") as directory:
         log = RunLog(directory, Console(stream))
         log.epoch(0, "epoch_00000", {"reward_mean": 0.25, "entropy": 2.0, "tokens_per_second": 100.0, **quiet})
         log.epoch(1, "epoch_00001", {"reward_mean": None, "tokens_per_second": 90.0, **quiet})
         log.epoch(2, "epoch_00002", {"reward_mean": 0.5, "tokens_per_second": 80.0, **quiet, "failed_episodes": 2})
-        loud = {"clip_high_fraction": 0.01, "sampler_logprob_diff_max": 0.1, "failed_episodes": 0}
         log.epoch(3, "epoch_00003", {"reward_mean": 1.0, "tokens_per_second": 70.0, **loud})
     first, no_reward, failed, *mismatch = stream.getvalue().splitlines()
     assert first.split()[2:] == ["reward", "0.25", "entropy", "2", "tok/s", "100"]
     assert no_reward.split()[2:] == ["reward", "-", "entropy", "-", "tok/s", "90"]
     assert failed.split()[-2:] == ["failed", "2"]
-    assert " ".join(mismatch).split()[-5:] == ["clip", "0.01", "sampler", "diff", "0.1"]
+    assert " ".join(mismatch).split()[-7:] == ["cut", "0.25", "clip", "0.01", "sampler", "diff", "0.1"]
     assert len({line.index("tok/s") for line in (first, no_reward, failed, mismatch[0])}) == 1
+
+
+@pytest.mark.parametrize(
+    ("finish_reasons", "ended"),
+    [
+        (["stop"], ", finish_reason stop"),
+        (["length"], ", finish_reason length (the token limit cut the answer)"),
+        (["length", "stop", "stop"], ", finish_reason stop (the token limit cut 1 of 3 answers)"),
+        ([], ""),
+        (None, ""),
+    ],
+)
+def test_a_sample_says_how_its_answers_ended(tmp_path, finish_reasons, ended):
+    stream, metadata = io.StringIO(), None if finish_reasons is None else {"finish_reasons": finish_reasons}
+    asked = EpisodeItem(role="user", content="and so?")
+    trajectory = Trajectory(episode=[asked], reward=0.5, example_id="7", metadata=metadata)
+    with RunDirectory.create(tmp_path / "run") as directory:
+        RunLog(directory, Console(stream)).sample(3, trajectory)
+    assert stream.getvalue().splitlines()[0] == f"--- after 3 epochs, example 7, reward 0.5{ended}"
 
 
 def test_a_validation_of_several_generations_shows_its_scores_of_the_most(tmp_path):

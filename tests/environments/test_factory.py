@@ -1,6 +1,7 @@
 """Classes in the form of TRL's `environment_factory` play episodes with a language model that says what it is told."""
 
 import asyncio
+import copy
 import importlib.util
 import json
 import random
@@ -13,9 +14,11 @@ import pytest
 
 from jaxft.environments import EnvironmentFactoryConfig, EnvironmentRewardConfig
 from jaxft.environments.factory import environment_kind, find_factory, opening, reward, workflow
-from jaxft.errors import ConfigError
+from jaxft.errors import ConfigError, ToolsUnsupportedError
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.chat import ChatTemplate
+from jaxft.rollout.client import ChatClient
 from jaxft.rollout.messages import ToolCall
 
 HERE = f"{__name__}:"
@@ -156,6 +159,16 @@ def test_rounds_of_tools_are_limited():
     llm = Speaker(*[[("put", {"thing": "cup"})]] * 3)
     played = play(llm, f"{HERE}Box", dict(ROW), max_tool_calling_iterations=2)
     assert len(llm.asked) == 3 and played["reward"] == 1.5
+
+
+def test_tools_that_the_template_cannot_take_are_refused_before_an_episode(make_policy, tokenizer):
+    policy, plain = make_policy(), copy.deepcopy(tokenizer)
+    plain.chat_template = "{{ messages[-1].content }}"
+    policy.template = ChatTemplate(plain, policy.template.stop_ids)
+    before = Box.made
+    with pytest.raises(ToolsUnsupportedError, match="response_template"):
+        play(ChatClient(policy), f"{HERE}Box", dict(ROW))
+    assert Box.made - before == 1  # the one that tells its tools
 
 
 def test_a_row_names_one_of_several_environments():

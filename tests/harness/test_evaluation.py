@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.errors import PolicyLostError
+from jaxft.errors import PolicyLostError, ToolsUnsupportedError
 from jaxft.harness import evaluation
 from jaxft.harness.data_models import EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation
@@ -79,9 +79,10 @@ def test_a_failing_workflow_fails_alone():
 
 
 @pytest.mark.parametrize("is_group", [False, True])
-def test_a_policy_that_cannot_go_on_is_no_fault_of_an_episode(is_group):
+@pytest.mark.parametrize("kind", [PolicyLostError, ToolsUnsupportedError])
+def test_a_policy_that_cannot_go_on_is_no_fault_of_an_episode(kind, is_group):
     """It ends the run, as one error and not as one for each episode."""
-    error = PolicyLostError("the parameters were lost")
+    error = kind("the parameters were lost")
 
     async def ask(example):
         await asyncio.sleep(0.001 * example["n"])
@@ -96,10 +97,10 @@ def test_a_policy_that_cannot_go_on_is_no_fault_of_an_episode(is_group):
         )
         evaluation = evaluation_of(ask, max_concurrency=100, score=run_evaluators)
         options = {"stream": TRAINING, "rollout_index": 0, "num_generations": 2}
-        with pytest.raises(PolicyLostError) as caught:
+        with pytest.raises(kind) as caught:
             await asyncio.wait_for(evaluation.run(ITEMS, **options), timeout=20)
         assert caught.value is error
-        with pytest.raises(PolicyLostError):
+        with pytest.raises(kind):
             await asyncio.wait_for(asyncio.gather(*evaluation.start(ITEMS, **options)), timeout=20)
         await asyncio.wait_for(evaluation.close(), timeout=20)
 
@@ -270,7 +271,8 @@ def test_the_oldest_running_episode_is_named_once_it_is_old(monkeypatch):
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: 109.0)
     assert evaluation._straggler(running) == ""
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: 131.0)
-    assert evaluation._straggler(running) == "; oldest 7/2: 31 s, no call yet"
+    assert evaluation._straggler(running) == "; oldest episode (example 7, generation 2): 31 s, no model call yet"
     running[1].called_at = 103.0
-    assert evaluation._straggler(running) == "; oldest 7/2: 31 s, last call 28 s ago"
+    named = "; oldest episode (example 7, generation 2): 31 s, last model call 28 s ago"
+    assert evaluation._straggler(running) == named
     assert evaluation._straggler([]) == ""

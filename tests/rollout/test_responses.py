@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxft.errors import RequestError
+from jaxft.errors import RequestError, ToolsUnsupportedError
 from jaxft.rollout.calls import Call, Completion, Reply
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.messages import canonical_messages
@@ -403,7 +403,7 @@ def test_every_template_has_a_format_of_calls_or_refuses_tools(tokenizer):
     for name in ALL_TEMPLATES:
         if name not in CALLS and name != "qwen3_5":
             text = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
-            with pytest.raises(RequestError, match="response_template"):
+            with pytest.raises(ToolsUnsupportedError, match="response_template"):
                 make_template("hermes", tokenizer, text).responses.template(has_tools=True)
 
 
@@ -455,6 +455,19 @@ def test_a_tokenizer_may_bring_its_own_response_template(tokenizer):
     assert parse(own, '!{"name": "weather", "arguments": {"city": "Oslo"}}').tool_calls == (OSLO,)
     with pytest.raises(RequestError, match="auto"):
         own.responses.forced_call(None)
+
+
+def test_a_template_that_refuses_tools_is_told_from_one_that_refuses_messages(tokenizer):
+    own = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}{{ messages[0].content + '' }}"
+    template = make_template("hermes", tokenizer, own)
+    assert template.prompt([user("?")]).text == "?"
+    with pytest.raises(ToolsUnsupportedError, match="no tools") as refused:
+        template.prompt([user("?")], tools=TOOLS)
+    assert refused.value.param == "tools" and refused.value.exit_code == 2
+    one_turn = make_template("hermes", tokenizer, "{% if messages[1:] %}{{ raise_exception('one') }}{% endif %}?")
+    with pytest.raises(RequestError, match="user, user: one") as refused:
+        one_turn.prompt([user("?"), user("!")], tools=TOOLS)
+    assert refused.value.param == "messages" and not isinstance(refused.value, ToolsUnsupportedError)
 
 
 def with_calls(message, change):

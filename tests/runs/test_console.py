@@ -176,6 +176,21 @@ def test_episode_is_shown_literally():
     ]
 
 
+def test_a_long_message_is_shown_without_its_middle_which_the_log_file_has(tmp_path):
+    stream, secret = io.StringIO(), "s3cret-value"
+    console = Console(stream)
+    console.mask = lambda text: text.replace(secret, "***")
+    console.keep(tmp_path / "run.log")
+    content = "a" * 1995 + secret + "b" * 5000
+    console.episode("game", [{"role": "user", "content": content}])
+    console.close()
+    shown, log = stream.getvalue(), (tmp_path / "run.log").read_text()
+    masked = content.replace(secret, "***")
+    assert masked in log and "left out" not in log
+    assert masked[:2000] in shown and masked[-2000:] in shown and f"[{len(masked) - 4000} characters" in shown
+    assert len(shown) < 4300 and "s3c" not in shown + log
+
+
 def test_a_terminal_gets_a_bar_with_the_latest_figures(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
 

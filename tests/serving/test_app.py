@@ -1,12 +1,14 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import threading
 
 import openai
 import pytest
 
-from jaxft.errors import PolicyError
+from jaxft.errors import PolicyError, ToolsUnsupportedError
+from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.frameworks import framework_client
@@ -18,6 +20,7 @@ from tests.serving.conftest import QUESTION, make_episode, run
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
 NEVER_ENDS = {"logit_bias": {"1": -100}}  # the end token
 
 
@@ -290,6 +293,24 @@ def test_a_lost_policy_is_a_503_that_the_episode_keeps(make_policy):
     episode = make_episode()
     run(main(), episode)
     assert isinstance(episode.policy_error, PolicyError)
+
+
+def test_tools_without_a_template_for_them_are_a_400_that_the_episode_keeps_until_an_answer(make_policy, tokenizer):
+    policy, plain = make_policy(), copy.deepcopy(tokenizer)
+    plain.chat_template = "{{ messages[-1].content }}"
+    policy.template = ChatTemplate(plain, policy.template.stop_ids)
+    client = framework_client(ChatClient(policy, "player"), "openai")
+
+    async def main():
+        with pytest.raises(openai.BadRequestError, match="response_template") as caught:
+            await ask(client, tools=TOOLS)
+        kept.append(episode.policy_error)
+        await ask(client)
+        return caught.value.param
+
+    episode, kept = make_episode(), []
+    assert run(main(), episode) == "tools"
+    assert isinstance(kept[0], ToolsUnsupportedError) and episode.policy_error is None
 
 
 def test_a_large_body_lets_others_be_answered(client):
