@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import jaxft
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.rollout.frameworks import WRAPPERS
 from scripts.check_extras import APART, PURPOSES, PYTHONS, declared_extras, named_packages, table_faults
@@ -71,7 +72,7 @@ def test_a_wheel_with_other_files_is_refused(wheel, tmp_path):
                 other.writestr(name, text.replace(b"\nVersion: ", b"\nVersion: 9") if "METADATA" in name else text)
         other.writestr(added, "")
     missing, more, version = wheel_faults(tmp_path / wheel.name)
-    assert left_out in missing and added in more and "version 90.1.0" in version
+    assert left_out in missing and added in more and f"version 9{jaxft.__version__}" in version
 
 
 @pytest.mark.slow
@@ -242,6 +243,8 @@ def test_the_pages_of_the_root_name_what_exists():
         text = (ROOT / page).read_text()
         for link in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
             assert (ROOT / link).exists(), f"{page}: {link}"
+    newest = re.findall(r"^## (\d\S*) - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == jaxft.__version__
     citation = parse_yaml((ROOT / "CITATION.cff").read_text(), "CITATION.cff")
     assert citation["cff-version"] == "1.2.0" and citation["type"] == "software" and citation["authors"]
     assert f'license = "{citation["license"]}"' in (ROOT / "pyproject.toml").read_text()

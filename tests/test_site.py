@@ -5,14 +5,13 @@ import posixpath
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-import jaxft
 from jaxft.harness.config import Config
 from jaxft.harness.config_help import field_help
+from tests.test_public_names import FROZEN, NAMESPACES
 
 pytestmark = pytest.mark.docs
 SITE = Path(__file__).parents[1] / "site"
@@ -81,15 +80,7 @@ def test_links_and_anchors_lead_somewhere(pages):
 
 
 def test_every_public_name_is_described(pages):
-    spaces = {name for name in jaxft.__all__ if isinstance(getattr(jaxft, name), ModuleType)}
-    names = {f"jaxft.{name}" for name in jaxft.__all__ if name not in spaces}
-    for space in spaces:
-        values = vars(getattr(jaxft, space)).items()
-        names |= {
-            f"jaxft.{space}.{name}"
-            for name, value in values
-            if not (name.startswith("_") or isinstance(value, ModuleType))
-        }
+    names = set(FROZEN.read_text().split()) - {f"jaxft.{name}" for name in NAMESPACES}
     ids = {each for page, parsed in pages.items() if page.startswith("/api/") for each in parsed.ids}
     assert sorted(names - ids) == []
 
