@@ -66,7 +66,7 @@ class disk_errors(contextlib.AbstractContextManager[None]):
     ) -> None:
         reason = _reason(error)
         if reason is not None:
-            raise DiskFull(self._path, reason, _free_bytes(self._path)) from error
+            raise DiskFull(self._path, reason, free_bytes(self._path)) from error
 
 
 def _reason(error: BaseException | None) -> str | None:
@@ -80,7 +80,8 @@ def _reason(error: BaseException | None) -> str | None:
     return None
 
 
-def _free_bytes(path: Path) -> int:
+def free_bytes(path: Path) -> int:
+    """Return the free bytes of the file system that a path is on, or will be."""
     place = path
     while not os.path.exists(place) and place != place.parent:
         place = place.parent

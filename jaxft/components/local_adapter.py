@@ -45,7 +45,15 @@ from jaxft.rollout.policy import Policy
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
 from jaxft.training.job_records import BadBatches, KeptTokens
-from jaxft.training.memory import choose_remat, memory_advice, memory_errors, peak, peak_bytes, run_memory
+from jaxft.training.memory import (
+    choose_remat,
+    disk_bytes,
+    memory_advice,
+    memory_errors,
+    peak,
+    peak_bytes,
+    run_memory,
+)
 from jaxft.training.rows import job_digests
 
 BACKEND = "local"
@@ -366,6 +374,11 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     def _memory_errors(self) -> AbstractContextManager[None]:
         return memory_errors(self.policy.engine, self.adapter_config.llm, self.adapter_config.microbatch_tokens)
+
+    async def disk_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights in files; see `jaxft.training.memory.disk_bytes`."""
+        num_copies, has_base = len(self.policy.weights.every) + (self.max_staleness == 1), self.policy.base is None
+        return await self.policy.read(partial(disk_bytes, self.learner, num_copies=num_copies, has_base=has_base))
 
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """Return `save(values, arrays)`, called on the device thread.

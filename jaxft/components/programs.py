@@ -31,7 +31,7 @@ from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
 from jaxft.training.learner import Learner, loses_kernel
-from jaxft.training.memory import sampling_bytes, training_bytes
+from jaxft.training.memory import disk_bytes, sampling_bytes, training_bytes
 
 
 class PlannedRun(NamedTuple):
@@ -205,6 +205,12 @@ class Programs:
         caches = [self._abstract_runner(policy).cache_bytes(dtype) for policy in policies]
         sampling = sampling_bytes(self.model, transfer, self.params, caches, are_pinned=are_pinned)
         return training_bytes(self.learner, self.params) | sampling
+
+    def disk_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights in files; see `jaxft.training.memory.disk_bytes`."""
+        num_copies = len(self.run.snapshots) + (self.run.max_staleness == 1)
+        has_base = self.run.policy.path is None
+        return disk_bytes(self.learner, self.params, num_copies=num_copies, has_base=has_base)
 
     def rows_and_width(self) -> tuple[int, int]:
         """Return rows and tokens per row of the largest microbatch, over the whole mesh."""

@@ -5,11 +5,12 @@ import contextlib
 import json
 import shlex
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxft.errors import CheckFailed, ConfigError, Stopped, without_secrets
+from jaxft.files import free_bytes
 from jaxft.harness.addresses import ServeConfig
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, config_secrets, load_config
@@ -99,20 +100,45 @@ async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
                 raise CheckFailed(UNHEALTHY)
             for path, value in session.builder.chosen.items():
                 show(f"chosen       {path}: {value}")
+            advice = [_check_disk(await adapter.disk_bytes(), config, show)]
             memory = await adapter.memory()
             for purpose, size in memory.items():
                 show(f"memory       {size:10.1f} MiB  {purpose}")
             if memory:
                 show(f"memory       {adapter.peak_memory(memory):10.1f} MiB  in all, at the peak")
                 show("memory       per device, for the policy in training and its snapshots; other models add to it")
-                advice = adapter.memory_advice(memory)
-                if advice is not None:
-                    raise CheckFailed(advice)
+                advice.append(adapter.memory_advice(memory))
+            if faults := [each for each in advice if each is not None]:
+                raise CheckFailed("; ".join(faults))
             if holds_run(config.finetuning.output_dir):
                 show(
                     f"output_dir   {config.finetuning.output_dir} holds a run: {ways_on(config.finetuning.output_dir)}"
                 )
             show("the configuration can be trained; nothing was written")
+
+
+def _check_disk(sizes: Mapping[str, int], config: Config, show: Callable[[str], None]) -> str | None:
+    """Show the room on disk that a run needs, by the adapter's `disk_bytes`; return advice if it is not free."""
+    if not sizes:
+        return None
+    section, folder = config.finetuning.checkpoints, config.finetuning.output_dir
+    num_made = 0 if section.every is None else -(-config.finetuning.num_epochs // section.every) + 1
+    num_kept = min(num_made, section.max_to_keep + (config.eval.validation is not None))
+    checkpoint, exported = sizes["checkpoint"], sizes["export"]
+    # An old checkpoint goes once the new one is there.
+    needed = max(min(num_made, num_kept + 1) * checkpoint, num_kept * checkpoint + exported) / 2**20
+    free = free_bytes(folder) / 2**20
+    show(f"disk         {checkpoint / 2**20:10.1f} MiB  a checkpoint, of which {num_kept} are kept")
+    show(f"disk         {exported / 2**20:10.1f} MiB  the exported {'adapters' if 'merged' in sizes else 'model'}")
+    if "merged" in sizes:
+        show(f"disk         {sizes['merged'] / 2**20:10.1f} MiB  the model of `jaxft export --merge`")
+    show(f"disk         {needed:10.1f} MiB  in all, at the peak; {free:.1f} MiB are free for {folder}")
+    if needed <= free:
+        return None
+    return (
+        f"finetuning.output_dir: {folder} has {free:.1f} MiB free and up to {needed:.1f} MiB are needed: lower "
+        f"finetuning.checkpoints.max_to_keep (now {section.max_to_keep}), free space, or give another folder"
+    )
 
 
 async def evaluate(config: Config, arguments: argparse.Namespace, against: Config | None = None) -> None:

@@ -225,6 +225,13 @@ class TrainerAdapter(ABC):
         """Return the settings to change if `memory` does not fit the device; None if it fits, or if that is unknown."""
         return None
 
+    async def disk_bytes(self) -> dict[str, int]:
+        """Return the bytes on disk of a `checkpoint` and of an `export`; empty for a remote backend.
+
+        `merged` are those of a model with its adapters, where adapters alone are exported.
+        """
+        return {}
+
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:
         """Call `save(values, arrays)` with the state of the adapter while no job runs, and return its result.
 

@@ -49,6 +49,7 @@ class Plan(NamedTuple):
         remat: checkpoint policy, the one chosen if the configuration leaves it open.
         kernel: kernel of attention, and the reason for it.
         memory: bytes by purpose, those of `LocalTrainerAdapter.memory`.
+        disk: bytes of weights in files, those of `LocalTrainerAdapter.disk_bytes`.
         limit: bytes that programs and arrays can have.
         programs: the compiled programs by name; empty if estimated.
         too_large: programs that the compiler found no memory for.
@@ -65,6 +66,7 @@ class Plan(NamedTuple):
     remat: Remat
     kernel: Choice
     memory: dict[str, int]
+    disk: dict[str, int]
     limit: int
     programs: dict[str, Compiled]
     too_large: tuple[str, ...]
@@ -116,6 +118,7 @@ def make_plan(
         remat=programs.run.remat,
         kernel=kernel,
         memory=memory,
+        disk=programs.disk_bytes(),
         limit=limit,
         programs={name: each for name, each in found.items() if each is not None},
         too_large=tuple(name for name, each in found.items() if each is None),
@@ -308,6 +311,8 @@ def lines(made: Plan, run: PlannedRun) -> Iterator[str]:
     for phase, sizes in phases(made.memory).items():
         used, has = sum(sizes.values()) / GIB, made.limit / GIB
         yield f"{'memory':<12} {used:8.3f} GiB  in all in the {phase}, {used / has:.0%} of {has:.2f}"
+    for name, size in made.disk.items():
+        yield f"{'disk':<12} {size / GIB:8.3f} GiB  {name}"
     for name in made.too_large:
         yield f"{name:<12} the compiler found too little memory for it"
     for name, program in made.programs.items():

@@ -54,6 +54,7 @@ class Policy:
         compiles: counts the compilations of XLA.
         has_own_sampler: True if other devices than those of the parameters sample.
         dtype: dtype of the parameters, of their base if there are adapters.
+        base: folder or hub id that the base of adapters was loaded from; None if there is none.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Policy:
             slots: number of requests that decode together.
             max_context_tokens: maximum number of tokens of a prompt with its answer.
             cache_tokens: number of tokens whose keys and values fit in the cache; see `Engine`.
-            base: folder or hub id that the base of adapters was loaded from; None if there is none.
+            base: becomes the attribute.
             sampler: the same model on a mesh of other devices, which then sample alone, or of those devices of the mesh
                 that are of this process, where it has some of several; None to sample where the parameters are.
 
@@ -96,7 +97,7 @@ class Policy:
         self.template = ChatTemplate(tokenizer, stop_ids)
         self.compiles = CompileCounter()
         self.dtype = jax.tree.leaves(params.get(BASE, params))[0].dtype
-        self._base = base
+        self.base = base
         self._first_base = None if model.lora is None else base_fingerprint(params[BASE])
         self.weights = SamplingWeights(model, params, sampler)
         self.has_own_sampler = sampler is not None and not self.weights.spans_processes
@@ -340,7 +341,7 @@ class Policy:
         assert lora is None or isinstance(lora, LoraSpec)
 
         def save(params: Params) -> None:
-            base = self._base if lora is not None and self.has_own_base(params) else None
+            base = self.base if lora is not None and self.has_own_base(params) else None
             weights = SavedWeights(str(self.dtype), lora, has_base=lora is not None and base is None)
             text = None if card is None else card_text(card, weights)
             if lora is None:

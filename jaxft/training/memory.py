@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxft.core.partition import TEACHER, trainable
+from jaxft.core.partition import BASE, TEACHER, trainable
 from jaxft.core.sharding import Sharding, compute_devices, compute_platform, device_bytes, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError
@@ -17,7 +17,7 @@ from jaxft.models.decoder import AUTO_REMATS
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
-from jaxft.rollout.weights import Weights, WeightTransfer
+from jaxft.rollout.weights import Weights, WeightTransfer, copy_trained
 from jaxft.training.learner import Learner
 
 PHASES = {
@@ -86,6 +86,29 @@ def sampling_bytes(
         made_from = copy.num_bytes() if spans_processes(model.sharding) else 0
         sizes["held sampling weights"] = transfer.extra_bytes(params, is_shared=False) + made_from
     return sizes
+
+
+def disk_bytes(learner: Learner, params: Params, *, num_copies: int, has_base: bool) -> dict[str, int]:
+    """Return the bytes of weights in files: of a `checkpoint`, of the model or adapters in an `export`, and `merged`.
+
+    Args:
+        learner: the learner; it and its optimizer may have made no arrays yet.
+        params: the parameters, or their shapes.
+        num_copies: number of copies of weights that a checkpoint has, of snapshots and of pinned ones.
+        has_base: True if adapters are exported with their base; `merged` is the model of both, in float32.
+    """
+    model, state, size = learner.model, learner.state_shapes(params), partial(device_bytes, None)
+    trained, whole = trainable(model, params), size(params.get(BASE, params))
+    head = state.params["value_head"] if learner.loss.name == "ppo" else None
+    reference = trained if learner.reference is None else learner.reference.params
+    dtype = str(WeightTransfer(model).dtype(params))
+    copied = jax.eval_shape(partial(copy_trained, model, dtype), params)
+    arrays = trained, state.opt_state, state.step, head, reference if learner.loss.needs_reference else None
+    sizes = {"checkpoint": size(arrays) + num_copies * size(copied)}
+    if model.lora is None:
+        return sizes | {"export": whole}
+    merged = 4 * sum(leaf.size for leaf in jax.tree.leaves(params[BASE]))  # `jaxft export` writes float32
+    return sizes | {"export": size(trained) + has_base * whole, "merged": merged}
 
 
 def policy_bytes(policy: Policy, params: Params, *, are_pinned: bool) -> dict[str, int]:

@@ -574,6 +574,14 @@ def test_memory_is_told_without_training(policy, loss):
 
 
 @pytest.mark.parametrize("loss", ["grpo", "ppo", "dpo"])
+def test_the_bytes_of_a_checkpoint_are_those_of_its_arrays(policy, loss):
+    adapter = make_adapter(policy, {"name": loss})
+    sizes = asyncio.run(adapter.disk_bytes())
+    saved = asyncio.run(adapter.save_state(lambda values, arrays: sum(x.nbytes for x in jax.tree.leaves(arrays))))
+    assert sizes == {"checkpoint": saved, "export": 4 * flat_params(policy).size}
+
+
+@pytest.mark.parametrize("loss", ["grpo", "ppo", "dpo"])
 def test_arrays_that_are_held_are_told(policy, loss):
     learner = make_adapter(policy, {"name": loss}).learner
 

@@ -110,6 +110,13 @@ def trained(make_lora_policy, make_collection):
     return Trained(adapter, statuses, [*params, host(adapter.policy)], values, arrays)
 
 
+def test_the_bytes_of_a_checkpoint_are_those_of_its_arrays(trained):
+    sizes, (_, _, last) = asyncio.run(trained.adapter.disk_bytes()), trained.params
+    adapters, base = (sum(x.nbytes for x in jax.tree.leaves(last[part])) for part in ("adapter", "base"))
+    saved = sum(leaf.nbytes for leaf in jax.tree.leaves(trained.arrays))
+    assert sizes == {"checkpoint": saved, "export": adapters + base, "merged": base}
+
+
 @pytest.fixture(scope="module")
 def restored(make_lora_policy, make_collection, trained):
     """Parameters and version of a fresh policy that was restored from that state, and parameters after its next job."""
@@ -224,7 +231,7 @@ def warm_started(make_lora_policy, trained, tmp_path_factory):
         return {**params, "base": jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf) * 1.01), params["base"])}, None
 
     asyncio.run(policy.update(change))
-    policy._base = "somewhere"  # where the unchanged one came from
+    policy.base = "somewhere"  # where the unchanged one came from
     asyncio.run(policy.save(folder))
     return policy, jaxft.load_merged(folder)[1]
 

@@ -126,6 +126,7 @@ class ToyAdapterConfig(TrainerAdapterConfig, name="toy_adapter"):
     metrics: dict[str, float] = Field(default_factory=dict)
     refuses: bool = False
     memory: dict[str, float] = Field(default_factory=dict)
+    disk: dict[str, int] = Field(default_factory=dict)
     advice: str | None = None
 
 
@@ -138,6 +139,9 @@ class ToyAdapter(TrainerAdapter):
 
     def memory_advice(self, memory: dict[str, float]) -> str | None:
         return self.adapter_config.advice
+
+    async def disk_bytes(self) -> dict[str, int]:
+        return self.adapter_config.disk
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         if self.adapter_config.refuses:

@@ -209,6 +209,45 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
     assert "finetuning.enabled: is false" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "kept", "peak"),
+    [
+        ([], 2, 3 * 8),  # the third is complete before the first goes
+        (["finetuning.num_epochs=1"], 2, 2 * 8 + 4),  # and no third
+        (["finetuning.checkpoints.max_to_keep=1"], 1, 2 * 8),
+        (["finetuning.checkpoints.every=2", "finetuning.num_epochs=3"], 2, 3 * 8),
+        (["finetuning.num_epochs=9", "eval.validation={dataset: {_type: toy_rows}}"], 3, 4 * 8),  # the best one, too
+        (["finetuning.checkpoints.every=null"], 0, 4),
+        (["trainer_adapters.local.disk.export=20000000"], 2, 2 * 8 + 20000000 / 2**20),
+    ],
+)
+def test_a_dry_run_shows_the_room_on_disk(run_file, capsys, monkeypatch, options, kept, peak):
+    def with_disk(run):
+        run["trainer_adapters"]["local"]["disk"] = {"checkpoint": 8 * 2**20, "export": 4 * 2**20}
+
+    command = ["finetune", "--config-file", run_file(with_disk), "--dry-run"]
+    command += [word for option in options for word in ("--set", option)]
+    monkeypatch.setattr("jaxft.harness.commands.free_bytes", lambda path: 2 ** (20 + 5))
+    code, shown = main(command), capsys.readouterr()
+    assert f"8.0 MiB  a checkpoint, of which {kept} are kept" in shown.out
+    assert f"{peak:.1f} MiB  in all, at the peak; 32.0 MiB are free for run" in shown.out
+    assert (code == 1) == (peak > 32)
+    if peak > 32:
+        assert "run has 32.0 MiB free" in shown.err and "max_to_keep (now 2)" in shown.err
+
+
+def test_a_dry_run_of_adapters_shows_the_merged_model_too(run_file, capsys):
+    def with_disk(run):
+        run["trainer_adapters"]["local"]["disk"] = {"checkpoint": 2**62, "export": 2**20, "merged": 2**25}
+        run["trainer_adapters"]["local"] |= {"memory": {"parameters": 1.0}, "advice": "take less"}
+
+    assert main(["finetune", "--config-file", run_file(with_disk), "--dry-run"]) == 1
+    shown = capsys.readouterr()
+    assert "1.0 MiB  the exported adapters" in shown.out
+    assert "32.0 MiB  the model of `jaxft export --merge`" in shown.out
+    assert "finetuning.output_dir: run has " in shown.err and "; take less" in shown.err
+
+
 @pytest.mark.slow
 def test_a_dry_run_shows_the_memory_of_a_policy(run_file, capsys, monkeypatch):
     def real(run):

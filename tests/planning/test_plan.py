@@ -300,6 +300,7 @@ def made_plan(**changes):
         remat="full",
         kernel=Choice("splash"),
         memory=memory,
+        disk={"checkpoint": 3 * gib, "export": gib},
         limit=16 * gib,
         programs={"gradient": GRADIENT, "step": STEP},
         too_large=(),
@@ -327,6 +328,7 @@ def test_a_plan_is_told_in_lines():
     assert "compiled with jax 0.10.2" in text and "splash" in text
     assert "4.000 GiB  update\n" in text and "1.000 GiB  sampling temporaries (estimated)" in text  # prefill is missing
     assert "10.000 GiB  in all in the update, 62% of 16.00" in text
+    assert "3.000 GiB  checkpoint\n" in text and "1.000 GiB  export\n" in text
     assert "7.000 GiB  in all in the rollout, 44% of 16.00" in text
     assert "2.462e+13 flops, 81.9 GB moved, compiled in 40 s" in text
     assert "at least 125.0 ms on a chip, by arithmetic" in text
