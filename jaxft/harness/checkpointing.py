@@ -293,7 +293,7 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     return changes
 
 
-def recorded_config(directory: RunDirectory) -> dict[str, Any]:
+def saved_config(directory: RunDirectory) -> dict[str, Any]:
     """Return the recorded configuration of a run as plain values.
 
     Raises:
@@ -316,7 +316,7 @@ def check_changes(directory: RunDirectory, config: Config) -> Changes:
             recorded configuration cannot be read.
     """
     now = parse_yaml(resolved_yaml(config), "the configuration")
-    changes = find_changes(recorded_config(directory), now)
+    changes = find_changes(saved_config(directory), now)
     changes.pop("finetuning.output_dir", None)  # the same directory by another name, or moved
     faults = [
         f"{path}: was {_show_value(old)} and is {_show_value(new)}: a resumed run keeps the value it was started with"

@@ -16,14 +16,7 @@ from jaxft.errors import (
     one_line,
     without_secrets,
 )
-from jaxft.harness.checkpointing import (
-    Checkpointing,
-    check_changes,
-    find_changes,
-    masked_paths,
-    record,
-    recorded_config,
-)
+from jaxft.harness.checkpointing import Checkpointing, check_changes, find_changes, masked_paths, record, saved_config
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, config_secrets, resolved_yaml, validation_config
 from jaxft.harness.config_help import differences_to_defaults
@@ -100,7 +93,7 @@ async def open_session(
         with _told_at_the_end(checkpointing, directory, shown_on, shutdown):
             is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
             if is_continued:  # its defaults may have been others
-                config.resolve(recorded_config(directory))
+                config.resolve(saved_config(directory))
             async with ComponentBuilder(_config_of_process(config), directory, shown_on) as builder:
                 has_loggers = config.finetuning.enabled and output_dir is None
                 about = await _prepare(config, builder, checkpointing, shutdown, has_loggers, is_continued=is_continued)
