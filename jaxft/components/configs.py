@@ -285,8 +285,11 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     optimizer: OptimizerConfig = Field(
         default=OptimizerConfig(), description="Optimizer, schedule and gradient clipping."
     )
-    microbatch_tokens: int = Field(
-        default=8192, ge=1, description="Maximum number of tokens, padding included, in one forward and backward pass."
+    microbatch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of tokens, padding included, in one forward and backward pass. null: 8192, or 1024 "
+        "on CPUs.",
     )
     packing: bool | None = Field(
         default=None,

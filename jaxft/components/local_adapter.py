@@ -370,10 +370,10 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     def memory_advice(self, memory: dict[str, float]) -> str | None:
         """Return the settings to change if a device has less than `memory`; None if it fits, or if that is unknown."""
-        return memory_advice(memory, self.policy, self.adapter_config.llm, self.adapter_config.microbatch_tokens)
+        return memory_advice(memory, self.policy, self.adapter_config.llm, self.learner.microbatch_tokens)
 
     def _memory_errors(self) -> AbstractContextManager[None]:
-        return memory_errors(self.policy.engine, self.adapter_config.llm, self.adapter_config.microbatch_tokens)
+        return memory_errors(self.policy.engine, self.adapter_config.llm, self.learner.microbatch_tokens)
 
     async def disk_bytes(self) -> dict[str, int]:
         """Return the bytes of weights in files; see `jaxft.training.memory.disk_bytes`."""

@@ -30,7 +30,7 @@ from jaxft.models.flash import Choice, choose_kernel
 from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
-from jaxft.training.learner import Learner, loses_kernel
+from jaxft.training.learner import Learner, choose_microbatch_tokens, loses_kernel
 from jaxft.training.memory import disk_bytes, sampling_bytes, training_bytes
 
 
@@ -163,10 +163,10 @@ class Programs:
         self.run, self.device = run, device
         self.dtype, self.compute_dtype = jnp.dtype(dtype), jnp.dtype(compute_dtype or dtype)
         self.sharding, self.model, self.params = _model(run, mesh, device.platform)
-        adapter = run.adapter
-        if adapter.packing is None:
+        tokens, packing = choose_microbatch_tokens(run.adapter.microbatch_tokens, device.platform), run.adapter.packing
+        if packing is None:
             packing = not loses_kernel(run.model, self.compute_dtype, [device])
-            adapter = adapter.model_copy(update={"packing": packing})
+        adapter = run.adapter.model_copy(update={"packing": packing, "microbatch_tokens": tokens})
         weights = {"reference": Weights(self.model, self.params)} if adapter.has_own_reference else {}
         if run.teacher is not None:
             weights["teacher"] = Weights(*_model(run.teacher, mesh, device.platform)[1:])

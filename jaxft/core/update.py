@@ -308,27 +308,42 @@ def loss_and_gradients(
     >>> print(f"{loss:.4f}", grads["logits"])  # log 2; probabilities less 1 at the chosen one
     0.6931 [ 0.5 -0.5]
     """
+    loss, moved = _loss_of_trained(model, loss_fn, params, batch, denominators)
+    (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(moved)
+    return Sums(value, metrics, grads)
+
+
+def _loss_of_trained(
+    model: Model, loss_fn: LossFn, params: Params, batch: Batch, denominators: Denominators | None
+) -> tuple[Callable[[Params], tuple[Float[Array, ""], Metrics]], Params]:
+    """Return the loss as a function of the trained parameters, and these."""
     batch = as_batch(batch)
     counted = denominators
     if counted is None:
         counted = count_tokens(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
     moved, frozen = partition(model, params)
-
-    def loss(moved: Params) -> tuple[Float[Array, ""], Metrics]:
-        return loss_fn(model, combine(moved, frozen), batch, counted)
-
-    (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(moved)
-    return Sums(value, metrics, grads)
+    return lambda moved: loss_fn(model, combine(moved, frozen), batch, counted), moved
 
 
 def add_microbatch(
     model: Model, loss_fn: LossFn, params: Params, sums: Sums, part: Batch, denominators: Denominators
 ) -> Sums:
-    """Add a microbatch to the sums; metrics whose name ends in `_max` are combined by maximum."""
-    loss, metrics, grads = loss_and_gradients(model, loss_fn, params, part, denominators)
+    """Add a microbatch to the sums; metrics whose name ends in `_max` are combined by maximum.
+
+    Gradients are added in place, each as soon as it is known: those of a microbatch never exist beside their sums.
+    """
+    loss, moved = _loss_of_trained(model, loss_fn, params, part, denominators)
+    pull_back: Any  # whose type jax does not declare
+    value, pull_back, metrics = jax.vjp(loss, moved, has_aux=True)
     joined = {
         name: jnp.maximum(sums.metrics[name], x) if name.endswith("_max") else sums.metrics[name] + x
         for name, x in metrics.items()
     }
-    grads = jax.tree.map(lambda total, g: total + g, sums.grads, grads)
-    return constrain(model.sharding, Sums(sums.loss + loss, joined, grads))
+    one, grads = jnp.ones((), value.dtype), sums.grads
+    if all(jax.tree.leaves(jax.tree.map(lambda g, p: g.dtype == p.dtype, grads, moved))):
+        refs = jax.tree.map(jax.new_ref, grads)
+        pull_back.with_refs(refs)(one)
+        grads = jax.tree.map(jax.freeze, refs)
+    else:  # narrower ones are added in the dtype of the sums
+        grads = jax.tree.map(lambda total, g: total + g, grads, *pull_back(one))
+    return constrain(model.sharding, Sums(sums.loss + value, joined, grads))

@@ -15,7 +15,7 @@ from jaxft.core.logprobs import init_value_head
 from jaxft.core.losses import preference_loss
 from jaxft.core.packing import unpack
 from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
-from jaxft.core.sharding import commit_like, compute_devices
+from jaxft.core.sharding import commit_like, compute_devices, compute_platform
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.attention import Scores
@@ -81,8 +81,14 @@ def can_pack(model: Model, params: Params) -> bool:
     return True
 
 
-KEPT_SHARE = 16
-"""Divisor of `microbatch_tokens` for rows that are scored for their entropies alone: there are few of them."""
+KEPT_TOKENS = 512
+"""Most tokens of a microbatch of rows that are scored for their entropies alone: there are few of them."""
+
+
+def choose_microbatch_tokens(wanted: int | None, platform: str) -> int:
+    """Return `wanted`, or for None 8192 tokens, on CPUs 1024: there more of them need more memory, but no less time."""
+    return wanted or (1024 if platform == "cpu" else 8192)
+
 
 Pause = Callable[[Any], object]
 
@@ -99,6 +105,7 @@ class Learner:
         step: number of optimizer steps taken.
         model: the model of the policy.
         loss: settings of the loss.
+        microbatch_tokens: most tokens of a microbatch, also where the settings leave it open.
         reference: weights of the KL's reference policy; None without one, or before the first job.
         teacher: weights of the teacher; None without one.
         value_head: value head of ppo; None for other losses.
@@ -113,7 +120,7 @@ class Learner:
         optimizer: OptimizerConfig,
         *,
         max_staleness: int = 0,
-        microbatch_tokens: int = 8192,
+        microbatch_tokens: int | None = None,
         num_minibatches: int = 1,
         num_iterations: int = 1,
         packing: bool | None = None,
@@ -150,7 +157,7 @@ class Learner:
         self._update_of = partial(cached_update, loss=unweighted, optimizer=optimizer, limits=limits, teacher=taught_by)
         self._use(model)
         self._rate_at = partial(rate_at, optimizer)
-        self._microbatch_tokens = microbatch_tokens
+        self.microbatch_tokens = choose_microbatch_tokens(microbatch_tokens, compute_platform(model.sharding))
         self._num_minibatches, self._num_iterations = num_minibatches, num_iterations
         self._packing, self._seed = packing, seed
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
@@ -384,11 +391,11 @@ class Learner:
         """Return the planner of a job's batch; `_packing` must have been chosen."""
         pairs, sharding = self.loss.name == "dpo", self.model.sharding
         row_shards = 1 if sharding is None else sharding.row_shards
-        return BatchPlanner(self._microbatch_tokens, bool(self._packing) and not pairs, pairs, row_shards)
+        return BatchPlanner(self.microbatch_tokens, bool(self._packing) and not pairs, pairs, row_shards)
 
     def _kept_planner(self) -> BatchPlanner:
         """Return the planner of rows that are scored for their entropies alone."""
-        return replace(self._planner(), microbatch_tokens=max(1, self._microbatch_tokens // KEPT_SHARE))
+        return replace(self._planner(), microbatch_tokens=min(KEPT_TOKENS, self.microbatch_tokens))
 
     def _empty_batch(self, rows: int, width: int) -> Batch:
         packed, has_old = self._planner().packed, self._has_several_updates

@@ -1,5 +1,6 @@
 """The update step: how a batch is split changes nothing, and what must not be learned from moves nothing."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +13,8 @@ from jaxft.core.losses import policy_loss
 from jaxft.core.objectives import grpo_loss, sft_loss
 from jaxft.core.types import Batch
 from jaxft.core.update import TrainState, init_train_state, make_update
+from jaxft.models.config import model_preset
+from jaxft.models.decoder import decoder
 from jaxft.rollout.device import counting_compiles
 
 DAPO = partial(grpo_loss, loss=partial(policy_loss, loss="dapo"))
@@ -285,6 +288,16 @@ def test_memory_is_known_before_anything_is_allocated(bigram):
     compiled = {name: lower().compile() for name, lower in update.programs(state, batch).items()}
     assert compiled["gradient"].memory_analysis().temp_size_in_bytes > 0
     assert set(compiled) == {"gradient", "step"}
+
+
+def test_gradients_of_a_microbatch_are_never_beside_their_sums():
+    config = replace(model_preset("qwen3-200k"), num_layers=16)
+    model, optimizer = decoder(config), optax.sgd(0.1)
+    state = jax.eval_shape(lambda: init_train_state(model.init(jax.random.key(0)), optimizer, model))
+    batch = Batch(np.zeros((1, 8), np.int32), np.ones((1, 8), bool))
+    lower = make_update(model, sft_loss, optimizer).programs(state, batch)["gradient"]
+    trained = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params["layers"]))
+    assert lower().compile().memory_analysis().temp_size_in_bytes < trained / 2
 
 
 @pytest.mark.parametrize("is_bound", [True, False])
