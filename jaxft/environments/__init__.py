@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from jaxft import ComponentError, ConfigModel, DatasetConfig, EvaluatorConfig, LLMRef, WorkflowConfig
+from jaxft import ComponentError, ConfigModel, DatasetConfig, EvaluatorConfig, InputPath, LLMRef, WorkflowConfig
 from jaxft.harness import REGISTRY
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -51,7 +51,7 @@ class VerifiersDatasetConfig(DatasetConfig, name="verifiers"):
 
 
 class EnvironmentWorkflowConfig(WorkflowConfig):
-    """Settings of both workflows of environments."""
+    """Settings of all workflows of environments."""
 
     llm: LLMRef = Field(description="Entry of llms that plays.")
     max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
@@ -83,7 +83,51 @@ class EnvironmentFactoryConfig(EnvironmentWorkflowConfig, name="environment_fact
 
 
 class EnvironmentRewardConfig(EvaluatorConfig, name="environment_reward"):
-    """The reward that the environment's `get_reward` gave."""
+    """The reward that the environment gave: that of a class by its `get_reward`, that of textarena or tau2."""
+
+
+class TextArenaDatasetConfig(QuestionsConfig, DatasetConfig, name="textarena"):
+    """Games of textarena, one for each seed."""
+
+    game: str = Field(description="Id of the game, such as GuessTheNumber-v0.")
+    options: Options = Field(default={}, description="Options of the game, such as max_number: 9.")
+
+
+class TextArenaWorkflowConfig(EnvironmentWorkflowConfig, name="textarena"):
+    """Episodes of a game of textarena, alone or against another model."""
+
+    opponent: LLMRef | None = Field(default=None, description="Entry of llms on the other side; null: a game of one.")
+
+
+class BFCLDatasetConfig(DatasetConfig, name="bfcl"):
+    """Questions of the Berkeley Function Calling Leaderboard, with their functions as tools."""
+
+    path: InputPath = Field(description="Wheel of bfcl-eval, or a folder that holds bfcl_eval, such as site-packages.")
+    categories: tuple[str, ...] = Field(description="Categories of a single turn, such as simple_python or multiple.")
+
+
+class BFCLWorkflowConfig(EnvironmentWorkflowConfig, name="bfcl"):
+    """One answer to a question of bfcl; it returns the calls, each as {function: arguments as JSON}."""
+
+
+class BFCLScoreConfig(EvaluatorConfig, name="bfcl_score"):
+    """1 if bfcl-eval's own checker accepts the calls, else 0; its verdict is the reasoning."""
+
+    path: InputPath = Field(description="Wheel of bfcl-eval or folder with bfcl_eval whose checker scores.")
+
+
+class Tau2DatasetConfig(DatasetConfig, name="tau2"):
+    """Tasks of a domain of tau2."""
+
+    domain: str = Field(description="Name of the domain: airline, retail, telecom or mock.")
+    split: str | None = Field(default="base", description="Split of the tasks: base, train or test; null: all.")
+
+
+class Tau2WorkflowConfig(EnvironmentWorkflowConfig, name="tau2"):
+    """Conversations of the policy with tau2's simulated user, who asks for what the task says."""
+
+    user: LLMRef = Field(description="Entry of llms that plays the user, such as one of type openai.")
+    max_steps: int = Field(default=200, ge=1, description="Most messages of an episode, results of tools included.")
 
 
 REGISTRY.add(DatasetConfig, ReasoningGymDatasetConfig, "jaxft.environments.reasoning_gym:dataset")
@@ -93,6 +137,13 @@ REGISTRY.add(WorkflowConfig, VerifiersWorkflowConfig, "jaxft.environments.verifi
 REGISTRY.add(EvaluatorConfig, VerifiersRewardConfig, "jaxft.environments.verifiers:reward")
 REGISTRY.add(WorkflowConfig, EnvironmentFactoryConfig, "jaxft.environments.factory:workflow")
 REGISTRY.add(EvaluatorConfig, EnvironmentRewardConfig, "jaxft.environments.factory:reward")
+REGISTRY.add(DatasetConfig, TextArenaDatasetConfig, "jaxft.environments.textarena:dataset")
+REGISTRY.add(WorkflowConfig, TextArenaWorkflowConfig, "jaxft.environments.textarena:workflow")
+REGISTRY.add(DatasetConfig, BFCLDatasetConfig, "jaxft.environments.bfcl:dataset")
+REGISTRY.add(WorkflowConfig, BFCLWorkflowConfig, "jaxft.environments.bfcl:workflow")
+REGISTRY.add(EvaluatorConfig, BFCLScoreConfig, "jaxft.environments.bfcl:score")
+REGISTRY.add(DatasetConfig, Tau2DatasetConfig, "jaxft.environments.tau2:dataset")
+REGISTRY.add(WorkflowConfig, Tau2WorkflowConfig, "jaxft.environments.tau2:workflow")
 
 
 def installed(name: str, extra: str = "envs") -> ModuleType:
@@ -106,3 +157,10 @@ def installed(name: str, extra: str = "envs") -> ModuleType:
     except ImportError as error:
         reason = str(error).partition("\n")[0]
         raise ComponentError(f'{name}: {reason}; install it by: pip install "jaxft[{extra}]"') from error
+
+
+def refuse_self_play(llm: str, other: str | None, field: str) -> None:
+    """Raise a ComponentError if the policy would play the other side of its own episodes."""
+    if llm == other:
+        known = f"another entry of llms, such as {{_type: local_policy, snapshot_of: {llm}}} or one of type openai"
+        raise ComponentError(f"workflow.{field}: '{llm}' is the policy, which learns one side alone: name {known}")

@@ -21,6 +21,9 @@ from jaxft.errors import did_you_mean, one_line
 NOT_TOOLS = ("reset", "get_reward")
 """Public methods that the policy does not call."""
 
+ANY_TOOLS = [{"type": "function", "function": {"name": "wait", "parameters": {"type": "object", "properties": {}}}}]
+"""A tool in the place of those that are not known before an episode."""
+
 
 async def workflow(config: EnvironmentFactoryConfig, builder: Any) -> AsyncIterator[Callable[[dict[str, Any]], Any]]:
     """Yield the workflow: an episode in a new environment. It returns messages and reward.
@@ -32,8 +35,7 @@ async def workflow(config: EnvironmentFactoryConfig, builder: Any) -> AsyncItera
     named = config.factory if isinstance(config.factory, dict) else {"": config.factory}
     kinds = {name: environment_kind(find_factory(path)) for name, path in named.items()}
     for kind in kinds.values():
-        if isinstance(llm, LanguageModel):  # refused now, not in the first episode
-            await llm.count_tokens(ChatRequest([{"role": "user", "content": "?"}], tools=kind.tools))
+        await check_tools(llm, kind.tools)
 
     async def play(row: dict[str, Any]) -> dict[str, Any]:
         name = "" if isinstance(config.factory, str) else row.pop("environment", None)
@@ -70,6 +72,12 @@ async def reward(config: EnvironmentRewardConfig, builder: Any) -> AsyncIterator
         return float(item.output_obj["reward"])
 
     yield score
+
+
+async def check_tools(llm: Any, tools: Sequence[dict[str, Any]] = ANY_TOOLS) -> None:
+    """Raise a ToolsUnsupportedError now, not in the first episode, if a template of this process takes no tools."""
+    if isinstance(llm, LanguageModel):
+        await llm.count_tokens(ChatRequest([{"role": "user", "content": "?"}], tools=tools))
 
 
 def find_factory(path: str) -> Callable[[], Any]:
