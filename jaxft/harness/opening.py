@@ -1,11 +1,12 @@
 """Opens a run: its directory, its processes, its configuration and its components, before which no file changes."""
 
 import atexit
+import ctypes
 import gc
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -195,9 +196,14 @@ def frozen_heap() -> Iterator[None]:
 
 
 def freeze_heap() -> None:
-    """Leave all objects that exist now out of later garbage collections, until the end of `frozen_heap`."""
+    """Leave all objects that exist now out of later garbage collections, until the end of `frozen_heap`.
+
+    Memory that is free goes back to the kernel, where the C library can do that: compiling needs much, once.
+    """
     gc.collect()
     gc.freeze()
+    with suppress(AttributeError, OSError, TypeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class _OwnDirectory(RunDirectory):
