@@ -5,6 +5,7 @@ tools of both, and its evaluator gives the reward. Its agent and its user ask th
 """
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ async def dataset(config: Tau2DatasetConfig, builder: Any) -> AsyncIterator[list
     Raises:
         ConfigError: there is no such domain or split.
     """
-    run = installed("tau2.run", "tau2")
+    run = quiet_import("tau2.run")
     try:
         tasks = run.get_tasks(config.domain, config.split)
     except (KeyError, ValueError) as error:
@@ -35,22 +36,21 @@ async def workflow(config: Tau2WorkflowConfig, builder: Any) -> AsyncIterator[Ca
     refuse_self_play(config.llm, config.user, "user")
     agent, user = await builder.get_llm(config.llm), await builder.get_llm(config.user)
     await check_tools(agent)
-    run, utils = installed("tau2.run", "tau2"), installed("tau2.utils.llm_utils", "tau2")
-    installed("loguru", "tau2").logger.disable("tau2")
+    run, utils = quiet_import("tau2.run"), quiet_import("tau2.utils.llm_utils")
 
     def generate(model: Any, messages: Any, tools: Any = None, **arguments: Any) -> Any:
         """Ask a language model of the configuration in the place of litellm."""
         schemas = [tool.openai_schema for tool in tools or ()]
         reply = model.chat_sync(utils.to_litellm_messages(messages), tools=schemas, **arguments)
-        calls = [
-            {"id": call.id, "name": call.name, "arguments": json.loads(call.arguments)} for call in reply.tool_calls
-        ]
+        made = reply.tool_calls
+        calls = [{"id": call.id, "name": call.name, "arguments": json.loads(call.arguments)} for call in made]
         return utils.AssistantMessage(role="assistant", content=reply.content or None, tool_calls=calls or None)
 
     for module in ("tau2.agent.llm_agent", "tau2.user.user_simulator"):
-        vars(installed(module, "tau2"))["generate"] = generate
-    policy = {"agent": "llm_agent", "llm_agent": agent, "llm_args_agent": {"max_tokens": config.max_tokens}}
-    customer = {"user": "user_simulator", "llm_user": user, "llm_args_user": {"temperature": 0.0}}
+        vars(quiet_import(module))["generate"] = generate
+    limit = {"max_tokens": config.max_tokens}
+    policy = {"agent": "llm_agent", "llm_agent": agent, "llm_args_agent": limit}
+    customer = {"user": "user_simulator", "llm_user": user, "llm_args_user": {"temperature": 0.0, **limit}}
 
     def play(row: dict[str, Any]) -> dict[str, Any]:
         task = run.Task.model_validate(row["task"])
@@ -59,3 +59,10 @@ async def workflow(config: Tau2WorkflowConfig, builder: Any) -> AsyncIterator[Ca
         return {"reward": checks["reward"], "stop": played.termination_reason.value, "checks": checks}
 
     yield play
+
+
+def quiet_import(name: str) -> Any:
+    """Return a module of tau2, without its log, and without a download by litellm, which it imports."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    installed("loguru", "tau2").logger.disable("tau2")
+    return installed(name, "tau2")
