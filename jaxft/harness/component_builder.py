@@ -18,6 +18,7 @@ from jaxft.errors import (
     DatasetError,
     DiskFull,
     JaxftError,
+    ToolsUnsupportedError,
     UserCodeError,
     WorkerError,
     user_code,
@@ -414,8 +415,8 @@ async def _close(what: str, generator: Any) -> None:
         raise ComponentError(f"{what}: its factory yielded twice")
 
 
-KEPT_ERRORS = (ComponentError, ConfigError, DatasetError, DiskFull)
-"""Errors of a factory that keep their class and exit code; their messages name the place."""
+KEPT_ERRORS = (ComponentError, ConfigError, DatasetError, DiskFull, ToolsUnsupportedError)
+"""Errors of a factory that keep their class, message and exit code."""
 
 
 def _failure(what: str, failure: UserCodeError) -> JaxftError:

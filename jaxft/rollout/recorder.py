@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.errors import PolicyError
+from jaxft.errors import PolicyError, ToolsUnsupportedError
 from jaxft.rollout.calls import Call, RemoteCall
 
 T = TypeVar("T")
@@ -255,7 +255,9 @@ class Episode:
         with _lock:
             if self._is_over:
                 raise self.closed()
-            self.called_at, self.policy_error = time.perf_counter(), None  # an agent may go on without tools
+            self.called_at = time.perf_counter()
+            if isinstance(self.policy_error, ToolsUnsupportedError):
+                self.policy_error = None  # the agent went on without tools
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def begin_remote_call(self) -> tuple[int, int]:

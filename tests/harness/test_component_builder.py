@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxft.errors import ComponentError, ConfigError, DatasetError, DiskFull
+from jaxft.errors import ComponentError, ConfigError, DatasetError, DiskFull, ToolsUnsupportedError
 from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.data_models import EvalOutputItem
@@ -46,6 +46,8 @@ async def bad(config, builder):
         open("/nowhere/weights")  # noqa: SIM115
     if config.how == "full disk":
         raise DiskFull(Path("weights"), "no space left", 7)
+    if config.how == "no tools":
+        raise ToolsUnsupportedError("no tools", param="tools")
     if config.how == "bug":
         raise KeyError("bug")
     if config.how != "nothing":
@@ -202,9 +204,13 @@ def test_a_broken_factory_is_named(toy_run, tmp_path, how, message):
             build(toy_run, tmp_path, lambda builder, name=name: builder.get_llm(name))
 
 
-def test_an_error_of_a_factory_keeps_its_exit_code(toy_run, tmp_path):
-    toy_run["llms"]["bad"] = {"_type": "toy_bad", "how": "full disk"}
-    with pytest.raises(DiskFull, match="7 bytes are free"):
+@pytest.mark.parametrize(
+    ("how", "kind", "told"),
+    [("full disk", DiskFull, "7 bytes are free"), ("no tools", ToolsUnsupportedError, "^no tools$")],
+)
+def test_an_error_of_a_factory_keeps_its_class(toy_run, tmp_path, how, kind, told):
+    toy_run["llms"]["bad"] = {"_type": "toy_bad", "how": how}
+    with pytest.raises(kind, match=told):
         build(toy_run, tmp_path, lambda builder: builder.get_llm("bad"))
 
 

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxft.errors import DeviceMemoryError, ToolsUnsupportedError
 from jaxft.rollout.calls import RemoteCall
 from jaxft.rollout.current import episode, find_episode, recording
 from jaxft.rollout.recorder import TRAINING, VALIDATION, Episode
@@ -85,6 +86,15 @@ def test_a_call_that_is_answered_after_the_end_of_its_episode_is_not_recorded(ma
     with pytest.raises(asyncio.CancelledError, match="training/0/a/0 has ended"):
         current.record(make_call(1, [1], [2]))
     assert len(current.calls) == 1
+
+
+def test_an_answer_leaves_a_lost_policy_lost(make_call):
+    lost, toolless = DeviceMemoryError("full"), ToolsUnsupportedError("no tools", param="tools")
+    for error, kept in ((lost, lost), (toolless, None)):
+        one = make_episode()
+        one.policy_error = error
+        one.record(make_call(0, [1], [2]))
+        assert one.policy_error is kept
 
 
 def test_calls_of_remote_models_are_kept_apart_in_the_order_of_their_requests(make_call):
