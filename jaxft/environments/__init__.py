@@ -9,7 +9,7 @@ import json
 from types import ModuleType
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from jaxft import ComponentError, ConfigModel, DatasetConfig, EvaluatorConfig, InputPath, LLMRef, WorkflowConfig
 from jaxft.harness import REGISTRY
@@ -57,6 +57,17 @@ class EnvironmentWorkflowConfig(WorkflowConfig):
     max_tokens: int | None = Field(default=None, ge=1, description="Most tokens of an answer; null: no limit.")
 
 
+def refuse_self_play(name: str, info: ValidationInfo) -> str:
+    """Return `name`, unless it is the policy's, which would play the other side of its own episodes."""
+    if name == info.data.get("llm"):
+        known = f"another entry of llms, such as {{_type: local_policy, snapshot_of: {name}}} or one of type openai"
+        raise ValueError(f"'{name}' is the policy, which learns one side alone: name {known}")
+    return name
+
+
+OtherSide = Annotated[LLMRef, AfterValidator(refuse_self_play)]
+
+
 class VerifiersWorkflowConfig(EnvironmentWorkflowConfig, name="verifiers"):
     """Episodes of an environment of verifiers, with the policy in its seat."""
 
@@ -96,7 +107,9 @@ class TextArenaDatasetConfig(QuestionsConfig, DatasetConfig, name="textarena"):
 class TextArenaWorkflowConfig(EnvironmentWorkflowConfig, name="textarena"):
     """Episodes of a game of textarena, alone or against another model."""
 
-    opponent: LLMRef | None = Field(default=None, description="Entry of llms on the other side; null: a game of one.")
+    opponent: OtherSide | None = Field(
+        default=None, description="Entry of llms on the other side; null: a game of one."
+    )
 
 
 class BFCLDatasetConfig(DatasetConfig, name="bfcl"):
@@ -126,7 +139,7 @@ class Tau2DatasetConfig(DatasetConfig, name="tau2"):
 class Tau2WorkflowConfig(EnvironmentWorkflowConfig, name="tau2"):
     """Conversations of the policy with tau2's simulated user, who asks for what the task says."""
 
-    user: LLMRef = Field(description="Entry of llms that plays the user, such as one of type openai.")
+    user: OtherSide = Field(description="Entry of llms that plays the user, such as one of type openai.")
     max_steps: int = Field(default=200, ge=1, description="Most messages of an episode, results of tools included.")
 
 
@@ -157,10 +170,3 @@ def installed(name: str, extra: str = "envs") -> ModuleType:
     except ImportError as error:
         reason = str(error).partition("\n")[0]
         raise ComponentError(f'{name}: {reason}; install it by: pip install "jaxft[{extra}]"') from error
-
-
-def refuse_self_play(llm: str, other: str | None, field: str) -> None:
-    """Raise a ComponentError if the policy would play the other side of its own episodes."""
-    if llm == other:
-        known = f"another entry of llms, such as {{_type: local_policy, snapshot_of: {llm}}} or one of type openai"
-        raise ComponentError(f"workflow.{field}: '{llm}' is the policy, which learns one side alone: name {known}")

@@ -111,7 +111,7 @@ def cast_types(value: dict[str, Any]) -> None:
 
 
 def load_checker(path: Path) -> Any:
-    """Return the module `ast_checker` of a wheel or folder of bfcl-eval.
+    """Return the module `ast_checker` of a wheel or folder of bfcl-eval, which only the caller then holds.
 
     Raises:
         ComponentError: it cannot be imported.
@@ -119,14 +119,16 @@ def load_checker(path: Path) -> Any:
     # The checker asks this module whether names lost their points; the real one imports clients of all models.
     models = types.ModuleType("bfcl_eval.constants.model_config")
     models.MODEL_CONFIG_MAPPING = {"jaxft": types.SimpleNamespace(underscore_to_dot=True)}  # type: ignore[attr-defined]
-    sys.modules[models.__name__] = models
-    sys.path.insert(0, str(path))
+    package = types.ModuleType("bfcl_eval")
+    package.__path__ = [str(path / package.__name__)]
+    sys.modules.update({module.__name__: module for module in (package, models)})
     try:
         return importlib.import_module("bfcl_eval.eval_checker.ast_eval.ast_checker")
     except ImportError as error:
         raise ComponentError(f"bfcl: the checker cannot be imported from {path}: {error}; {WANTED}") from error
     finally:
-        sys.path.remove(str(path))
+        for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
+            del sys.modules[name]  # another path may hold another version
 
 
 def check(checker: Any, row: dict[str, Any], calls: list[dict[str, str]]) -> dict[str, Any]:
@@ -136,8 +138,10 @@ def check(checker: Any, row: dict[str, Any], calls: list[dict[str, str]]) -> dic
     """
     category = row["category"]
     try:
-        made = [{name: dict(json.loads(arguments))} for call in calls for name, arguments in call.items()]
-    except (TypeError, ValueError):
+        made = [{name: json.loads(arguments)} for call in calls for name, arguments in call.items()]
+    except ValueError:
+        made = []
+    if not all(isinstance(arguments, dict) for call in made for arguments in call.values()):
         made = []
     if "relevance" in category:
         return {"valid": bool(made) == (category == "live_relevance")}

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jaxft import ConfigError, EvalInputItem
-from jaxft.environments import Tau2DatasetConfig, Tau2WorkflowConfig, installed, refuse_self_play
+from jaxft.environments import Tau2DatasetConfig, Tau2WorkflowConfig, installed
 from jaxft.environments.factory import check_tools
 from jaxft.errors import one_line
 
@@ -33,7 +33,6 @@ async def dataset(config: Tau2DatasetConfig, builder: Any) -> AsyncIterator[list
 
 async def workflow(config: Tau2WorkflowConfig, builder: Any) -> AsyncIterator[Callable[[dict[str, Any]], Any]]:
     """Yield the workflow: an episode of a task. It returns tau2's reward, the reason of its end, and its checks."""
-    refuse_self_play(config.llm, config.user, "user")
     agent, user = await builder.get_llm(config.llm), await builder.get_llm(config.user)
     await check_tools(agent)
     run, utils = quiet_import("tau2.run"), quiet_import("tau2.utils.llm_utils")
@@ -42,12 +41,13 @@ async def workflow(config: Tau2WorkflowConfig, builder: Any) -> AsyncIterator[Ca
         """Ask a language model of the configuration in the place of litellm."""
         schemas = [tool.openai_schema for tool in tools or ()]
         reply = model.chat_sync(utils.to_litellm_messages(messages), tools=schemas, **arguments)
-        made = reply.tool_calls
-        calls = [{"id": call.id, "name": call.name, "arguments": json.loads(call.arguments)} for call in made]
-        return utils.AssistantMessage(role="assistant", content=reply.content or None, tool_calls=calls or None)
+        made = [
+            {"id": call.id, "name": call.name, "arguments": json.loads(call.arguments)} for call in reply.tool_calls
+        ]
+        return utils.AssistantMessage(role="assistant", content=reply.content or None, tool_calls=made or None)
 
     for module in ("tau2.agent.llm_agent", "tau2.user.user_simulator"):
-        vars(quiet_import(module))["generate"] = generate
+        quiet_import(module).generate = generate
     limit = {"max_tokens": config.max_tokens}
     policy = {"agent": "llm_agent", "llm_agent": agent, "llm_args_agent": limit}
     customer = {"user": "user_simulator", "llm_user": user, "llm_args_user": {"temperature": 0.0, **limit}}
@@ -64,5 +64,6 @@ async def workflow(config: Tau2WorkflowConfig, builder: Any) -> AsyncIterator[Ca
 def quiet_import(name: str) -> Any:
     """Return a module of tau2, without its log, and without a download by litellm, which it imports."""
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    installed("loguru", "tau2").logger.disable("tau2")
+    package = installed("tau2", "tau2")  # first, so that an error names it
+    installed("loguru", "tau2").logger.disable(package.__name__)
     return installed(name, "tau2")

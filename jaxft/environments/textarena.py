@@ -11,11 +11,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from jaxft import ConfigError, EvalInputItem
-from jaxft.environments import TextArenaDatasetConfig, TextArenaWorkflowConfig, installed, refuse_self_play
+from jaxft.environments import TextArenaDatasetConfig, TextArenaWorkflowConfig, installed
 from jaxft.errors import did_you_mean, one_line
 
 NO_DATA = "its words are missing; python -m nltk.downloader words averaged_perceptron_tagger_eng gets them"
 """Told in the place of nltk's LookupError, whose message is a page."""
+
+ASKS_OTHERS = ("Debate", "GuessWho", "ScenarioPlanning", "TwentyQuestions")
+"""Games that ask models at OpenRouter, at an address and a cost of their own, and hold up all other episodes."""
 
 
 async def dataset(config: TextArenaDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
@@ -33,7 +36,6 @@ async def workflow(config: TextArenaWorkflowConfig, builder: Any) -> AsyncIterat
 
     In a game of two the policy moves first if the seed is even.
     """
-    refuse_self_play(config.llm, config.opponent, "opponent")
     llms = [await builder.get_llm(name) for name in (config.llm, config.opponent) if name is not None]
 
     async def play(row: dict[str, Any]) -> dict[str, Any]:
@@ -58,18 +60,21 @@ def start_game(row: dict[str, Any], players: int, chances: random.Random) -> Any
     """Return the game of a row at its beginning.
 
     Raises:
-        ConfigError: there is no such game, it refuses its options or the number of players, or its data are missing.
+        ConfigError: there is no such game, it cannot be imported, it asks models of its own, it refuses its options or
+            the number of players, or its data are missing.
     """
     textarena, name = installed("textarena"), row["game"]
     known = textarena.envs.registration.ENV_REGISTRY
     if name not in known:
         raise ConfigError([f"textarena: there is no game '{name}'{did_you_mean(name, known, what='there are')}"])
+    if name.partition("-")[0] in ASKS_OTHERS:
+        raise ConfigError([f"textarena: '{name}' asks models at OpenRouter itself, and is not offered"])
     try:
         with in_place_of_global(chances):
             game = textarena.make(name, **row["options"])
             game.reset(num_players=players, seed=row["seed"])
         return game
-    except (AssertionError, ImportError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # another package's code, some of which this Python cannot read
         told = NO_DATA if type(error) is LookupError else one_line(error)
         with_what = f"{players} players (two with workflow.opponent) and options {row['options']}"
         raise ConfigError([f"textarena: '{name}' cannot begin with {with_what}: {told}"]) from error

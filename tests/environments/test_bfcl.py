@@ -6,6 +6,7 @@
 import asyncio
 import json
 import os
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxft.environments import BFCLDatasetConfig, BFCLScoreConfig, BFCLWorkflowConfig
-from jaxft.environments.bfcl import dataset, score, workflow
+from jaxft.environments.bfcl import dataset, load_checker, score, workflow
 from jaxft.errors import ComponentError, ConfigError, DatasetError
 from jaxft.rollout.calls import Completion, Reply
 from jaxft.rollout.messages import ToolCall
@@ -147,6 +148,18 @@ def test_a_folder_without_the_checker_is_named(tmp_path):
         asyncio.run(anext(score(BFCLScoreConfig(path=tmp_path), None)))
 
 
+def test_each_path_has_its_own_checker(tmp_path):
+    for version in ("old", "new"):
+        module = tmp_path / version / "bfcl_eval" / "eval_checker" / "ast_eval" / "ast_checker.py"
+        module.parent.mkdir(parents=True)
+        module.write_text(f"from bfcl_eval.constants.model_config import MODEL_CONFIG_MAPPING\nversion = '{version}'\n")
+    before = list(sys.path)
+    assert [load_checker(tmp_path / version).version for version in ("old", "new")] == ["old", "new"]
+    assert sys.path == before and not any(name.startswith("bfcl_eval") for name in sys.modules)
+    with pytest.raises(ComponentError, match="third"):
+        load_checker(tmp_path / "third")
+
+
 RIGHT = {"physics_speed": '{"metres": 9, "seconds": 3}'}
 ONE, TWO = ({"physics_speed": f'{{"metres": {n}.0, "seconds": 1}}'} for n in (1, 2))
 
@@ -161,6 +174,8 @@ ONE, TWO = ({"physics_speed": f'{{"metres": {n}.0, "seconds": 1}}'} for n in (1,
         ("simple_python", [{"physics_speed": '{"metres": 9, "seconds": "3"}'}], 0.0),
         ("simple_python", [{"physics_speed": '{"metres": 9'}], 0.0),
         ("simple_python", [{"physics_speed": "9"}], 0.0),
+        ("simple_python", [{"physics_speed": '[["metres", 9], ["seconds", 3]]'}], 0.0),
+        ("live_relevance", [{"physics_speed": "[]"}], 0.0),
         ("parallel", [TWO, ONE], 1.0),
         ("parallel", [ONE, ONE], 0.0),
         ("irrelevance", [], 1.0),
@@ -172,9 +187,7 @@ ONE, TWO = ({"physics_speed": f'{{"metres": {n}.0, "seconds": 1}}'} for n in (1,
 def test_the_checker_of_the_wheel_scores(folder, category, calls, reward):
     evaluate = asyncio.run(anext(score(BFCLScoreConfig(path=WHEEL), None)))
     scored = evaluate(load(folder, category)[0].model_copy(update={"output_obj": calls}))
-    assert scored.score == reward and (
-        reward or category == "irrelevance" or "relevance" in category or scored.reasoning["error"]
-    )
+    assert scored.score == reward and (reward or "relevance" in category or scored.reasoning["error"])
 
 
 @pytest.mark.envs

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from jaxft.environments import Tau2DatasetConfig, Tau2WorkflowConfig
 from jaxft.environments.tau2 import dataset, workflow
@@ -34,25 +35,25 @@ def load(**options):
     return asyncio.run(anext(dataset(Tau2DatasetConfig(**options), None)))
 
 
-def play(row, policy, customer, user="customer", **options):
+def play(row, policy, customer, **options):
     async def main():
         async def get_llm(name):
             return {"policy": policy, "customer": customer}[name]
 
-        config = Tau2WorkflowConfig(llm="policy", user=user, **options)
+        config = Tau2WorkflowConfig(llm="policy", user="customer", **options)
         return await anext(workflow(config, SimpleNamespace(get_llm=get_llm)))
 
     return asyncio.run(main())(row)
 
 
 def test_the_policy_is_not_its_own_user():
-    with pytest.raises(ComponentError, match=r"workflow\.user.*'policy'"):
-        play({}, Speaker(), Speaker(), user="policy")
+    with pytest.raises(ValidationError, match=r"user\n.*'policy'"):
+        Tau2WorkflowConfig(llm="policy", user="policy")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tau2", None)
-    with pytest.raises(ComponentError, match=r"jaxft\[tau2\]"):
+    with pytest.raises(ComponentError, match=r"tau2: .*jaxft\[tau2\]"):
         load(domain="mock")
 
 

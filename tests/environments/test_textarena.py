@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from jaxft.environments import TextArenaDatasetConfig, TextArenaWorkflowConfig
 from jaxft.environments.textarena import dataset, in_place_of_global, workflow
@@ -57,8 +58,8 @@ def test_the_global_random_numbers_are_as_before():
 
 
 def test_the_policy_does_not_play_against_itself():
-    with pytest.raises(ComponentError, match=r"opponent.*'policy'.*snapshot_of: policy"):
-        play({"seed": 0}, opponent="policy", policy=Speaker())
+    with pytest.raises(ValidationError, match=r"opponent\n.*'policy'.*snapshot_of: policy"):
+        TextArenaWorkflowConfig(llm="policy", opponent="policy")
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
@@ -113,12 +114,21 @@ def test_an_opponent_plays_the_other_side(seed):
     [
         ({"game": "GuesTheNumber-v0"}, "'GuessTheNumber-v0'"),
         ({"game": "GuessTheNumber-v0", "options": {"max_nmber": 8}}, "max_nmber"),
+        ({"game": "UsedCar-v0-balanced"}, r"UsedCar-v0-balanced.*No module"),
+        ({"game": "Debate-v0-long"}, r"Debate-v0-long.*OpenRouter"),
         ({"game": "TicTacToe-v0"}, r"1 players .*opponent.*has to be 2"),
     ],
 )
 def test_a_game_that_cannot_begin_is_refused_at_once(options, told):
     with pytest.raises(ConfigError, match=told):
         load(**options)
+
+
+@pytest.mark.envs
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="Python 3.12 reads the module of the game")
+def test_a_game_that_this_python_cannot_read_is_refused():
+    with pytest.raises(ConfigError, match=r"IteratedStagHunt-v0.*SyntaxError"):
+        load(game="IteratedStagHunt-v0")
 
 
 @pytest.mark.envs
