@@ -154,13 +154,17 @@ class RunLog:
         self._directory.write_json(CURRICULUM_FILE, state)
 
     def sample(self, epoch: int, trajectory: Trajectory) -> None:
-        """Show an episode, and how its answers ended."""
+        """Show an episode, and how the trained answers in it ended."""
         messages = [
             {"role": item.role.value, "content": item.content}
             for item in trajectory.episode
             if isinstance(item, EpisodeItem)
         ]
         reasons = (trajectory.metadata or {}).get("finish_reasons", [])
+        # An opponent's answers are those of another model; without rows every answer counts.
+        rows = [row for row in trajectory.sequences or () if row.llm in (None, *(self.decode or [row.llm]))]
+        turns = {turn for row in rows for turn, is_own in zip(row.turns, row.completion_mask, strict=False) if is_own}
+        reasons = [reason for turn, reason in enumerate(reasons) if turn in turns or not turns]
         ended = f", finish_reason {reasons[-1]}" if reasons else ""
         if cut := reasons.count("length"):
             answers = "the answer" if len(reasons) == 1 else f"{cut} of {len(reasons)} answers"

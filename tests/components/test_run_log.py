@@ -6,6 +6,7 @@ import pytest
 
 from jaxft.components.run_log import RunLog
 from jaxft.harness.data_models import EpisodeItem, Trajectory
+from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 
@@ -45,6 +46,24 @@ def test_a_sample_says_how_its_answers_ended(tmp_path, finish_reasons, ended):
     with RunDirectory.create(tmp_path / "run") as directory:
         RunLog(directory, Console(stream)).sample(3, trajectory)
     assert stream.getvalue().splitlines()[0] == f"--- after 3 epochs, example 7, reward 0.5{ended}"
+
+
+def test_a_sample_counts_the_answers_of_the_policy_alone(tmp_path, make_call):
+    models = ("policy", "opponent", "policy", "opponent")
+    reasons = ("length", "length", "stop", "length")
+    calls = [
+        make_call(turn, [turn], [9], llm=llm, finish_reason=reason)
+        for turn, (llm, reason) in enumerate(zip(models, reasons, strict=True))
+    ]
+    sequences, asked = token_sequences(calls), EpisodeItem(role="user", content="and so?")
+    trajectory = Trajectory(
+        episode=[asked], reward=0.5, example_id="7", sequences=sequences, metadata={"finish_reasons": reasons}
+    )
+    with RunDirectory.create(tmp_path / "run") as directory:
+        log = RunLog(directory, Console(stream := io.StringIO()))
+        log.decode["policy"] = str
+        log.sample(3, trajectory)
+    assert "finish_reason stop (the token limit cut 1 of 2 answers)" in stream.getvalue()
 
 
 def test_a_validation_of_several_generations_shows_its_scores_of_the_most(tmp_path):
