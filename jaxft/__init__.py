@@ -22,5 +22,5 @@ def __getattr__(name: str) -> object:
         return _import(name)
     place = MOVED[name]
     told = f"jaxft.{name} goes with the next version; write {place.replace(':', '.')}"
-    warnings.warn(told, DeprecationWarning, stacklevel=2)
+    warnings.warn(told, FutureWarning, stacklevel=2)
     return pkgutil.resolve_name(place)

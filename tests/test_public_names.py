@@ -37,7 +37,7 @@ def test_public_names_are_frozen():
 
 def test_a_name_that_goes_says_what_takes_its_place(monkeypatch):
     monkeypatch.setitem(jaxft.MOVED, "old_loss", "jaxft.losses:policy_loss")
-    with pytest.warns(DeprecationWarning, match=r"jaxft\.old_loss .*jaxft\.losses\.policy_loss") as warned:
+    with pytest.warns(FutureWarning, match=r"jaxft\.old_loss .*jaxft\.losses\.policy_loss") as warned:
         assert jaxft.old_loss is jaxft.policy_loss
     assert warned[0].filename == __file__ and "old_loss" not in dir(jaxft)
     with pytest.raises(AttributeError, match="older_loss"):
