@@ -196,9 +196,9 @@ def frozen_heap() -> Iterator[None]:
 
 
 def freeze_heap() -> None:
-    """Leave all objects that exist now out of later garbage collections, until the end of `frozen_heap`.
+    """Leave all present objects out of garbage collections until `frozen_heap` ends; give free memory to the kernel.
 
-    Memory that is free goes back to the kernel, where the C library can do that: compiling needs much, once.
+    Compiling needs much memory, once. Only glibc gives it back.
     """
     gc.collect()
     gc.freeze()
