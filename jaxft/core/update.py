@@ -150,8 +150,7 @@ class Update:
     """The function `update(state, batch) -> (state, metrics)` of `make_update`; do not jit it, its stages are jitted.
 
     A batch may also be a sequence of microbatches of different shapes, so that short rows are not padded to the
-    longest. For a single microbatch, gradients and step are one program. Frozen parameters are not donated: the new
-    state has the very same arrays.
+    longest. Frozen parameters are not donated: the new state has the very same arrays.
     """
 
     def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
@@ -161,12 +160,6 @@ class Update:
         self._no_sums = partial(no_sums, model)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
         self._finish = jax.jit(finish, donate_argnums=0)
-
-        def whole(state: TrainState, frozen: Params, batch: Batch) -> tuple[TrainState, Metrics]:
-            sums = loss_and_gradients(model, loss_fn, combine(state.params, frozen), batch)
-            return finish(state, sums._replace(grads=constrain(self._sharding, sums.grads)))
-
-        self._whole = jax.jit(whole, donate_argnums=0)
         self._reports_of = partial(report_dtypes, model, loss_fn)
         self._reports: dict[Any, Reports] = {}
 
@@ -183,10 +176,6 @@ class Update:
         """
         parts = self._place_parts(self.microbatches(batch))
         trained, frozen = self._partition(state)
-        if len(parts) == 1:
-            trained, metrics = self._whole(trained, frozen, parts[0])
-            pause(metrics["loss"])
-            return trained._replace(params=combine(trained.params, frozen)), metrics
         counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
         begun = self._begin(state.params, self._report_dtypes(state.params, parts[0], denominators))
@@ -222,10 +211,10 @@ class Update:
         return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
 
     def programs(self, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:
-        """Return functions that lower the programs of an update of several microbatches like `batch`, by name.
+        """Return functions that lower the programs of an update of microbatches like `batch`, by name.
 
         `gradient` adds a microbatch to the sums, and `step` makes the optimizer step; both find the sums among their
-        arguments. An update of a single microbatch is one program, which needs less. Shapes suffice.
+        arguments. Shapes suffice.
         """
         (part,) = self._place_parts([as_batch(batch)])
         state = state if self._sharding is None else self._sharding.place(state)
@@ -330,7 +319,8 @@ def add_microbatch(
 ) -> Sums:
     """Add a microbatch to the sums; metrics whose name ends in `_max` are combined by maximum.
 
-    Gradients are added in place, each as soon as it is known: those of a microbatch never exist beside their sums.
+    Gradients in the dtype of their sums are added in place, each as soon as it is known: those of a microbatch never
+    exist beside the sums. Narrower ones, as of bfloat16 parameters, do.
     """
     loss, moved = _loss_of_trained(model, loss_fn, params, part, denominators)
     pull_back: Any  # whose type jax does not declare
@@ -339,11 +329,7 @@ def add_microbatch(
         name: jnp.maximum(sums.metrics[name], x) if name.endswith("_max") else sums.metrics[name] + x
         for name, x in metrics.items()
     }
-    one, grads = jnp.ones((), value.dtype), sums.grads
-    if all(jax.tree.leaves(jax.tree.map(lambda g, p: g.dtype == p.dtype, grads, moved))):
-        refs = jax.tree.map(jax.new_ref, grads)
-        pull_back.with_refs(refs)(one)
-        grads = jax.tree.map(jax.freeze, refs)
-    else:  # narrower ones are added in the dtype of the sums
-        grads = jax.tree.map(lambda total, g: total + g, grads, *pull_back(one))
+    refs = jax.tree.map(lambda total, p: jax.new_ref(total) if total.dtype == p.dtype else total, sums.grads, moved)
+    (found,) = pull_back.with_refs(refs)(jnp.ones((), value.dtype))  # gradients where there is no ref
+    grads = jax.tree.map(lambda total, ref, g: total + g if ref is total else jax.freeze(ref), sums.grads, refs, found)
     return constrain(model.sharding, Sums(sums.loss + value, joined, grads))

@@ -50,7 +50,7 @@ def training_memory(learner: Learner, params: Params, longest: int) -> dict[str,
     """Return the MiB per device, by purpose, that a job on rows of `longest` tokens needs.
 
     This compiles the job's programs, and changes no state. The purposes are those of `training_bytes`, and `update`:
-    temporary memory, which is activations, a chunk of logits, and the gradients of a microbatch.
+    temporary memory, which is activations, a chunk of logits, and gradients that are not added in place.
     """
     compiled = [lower().compile().memory_analysis() for lower in learner.programs(params, longest).values()]
     sizes = training_bytes(learner, params) | {"update": max(each.temp_size_in_bytes for each in compiled)}
