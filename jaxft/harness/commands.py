@@ -75,10 +75,10 @@ def check_secrets(folder: Path, overrides: Sequence[tuple[str, str]]) -> None:
 
 
 async def dry_run(config: Config, arguments: argparse.Namespace) -> None:
-    """Make every component of a run, compile the largest update and show the memory it needs; write nothing.
+    """Make every component of a run, compile the largest update and show its memory and room on disk; write nothing.
 
     Raises:
-        CheckFailed: the adapter is not healthy, or the memory does not suffice.
+        CheckFailed: the adapter is not healthy, or the memory or the room on disk does not suffice.
     """
     with tempfile.TemporaryDirectory() as folder:
         async with open_session(config, output_dir=Path(folder)) as session:
@@ -123,11 +123,17 @@ def _check_disk(sizes: Mapping[str, int], config: Config, show: Callable[[str], 
         return None
     section, folder = config.finetuning.checkpoints, config.finetuning.output_dir
     num_made = 0 if section.every is None else -(-config.finetuning.num_epochs // section.every) + 1
-    num_kept = min(num_made, section.max_to_keep + (config.eval.validation is not None))
     checkpoint, exported = sizes["checkpoint"], sizes["export"]
-    # An old checkpoint goes once the new one is there.
-    needed = max(min(num_made, num_kept + 1) * checkpoint, num_kept * checkpoint + exported) / 2**20
-    free = free_bytes(folder) / 2**20
+
+    def kept_and_needed(max_to_keep: int) -> tuple[int, float]:
+        num_kept = min(num_made, max_to_keep + (config.eval.validation is not None))
+        # An old checkpoint goes once the new one is there.
+        return num_kept, max(min(num_made, num_kept + 1) * checkpoint, num_kept * checkpoint + exported) / 2**20
+
+    num_kept, needed = kept_and_needed(section.max_to_keep)
+    # The checkpoints of a run that is there go, as those of this one come.
+    earlier = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
+    free = (free_bytes(folder) + earlier) / 2**20
     show(f"disk         {checkpoint / 2**20:10.1f} MiB  a checkpoint, of which {num_kept} are kept")
     show(f"disk         {exported / 2**20:10.1f} MiB  the exported {'adapters' if 'merged' in sizes else 'model'}")
     if "merged" in sizes:
@@ -135,9 +141,10 @@ def _check_disk(sizes: Mapping[str, int], config: Config, show: Callable[[str], 
     show(f"disk         {needed:10.1f} MiB  in all, at the peak; {free:.1f} MiB are free for {folder}")
     if needed <= free:
         return None
+    fewer = f"lower finetuning.checkpoints.max_to_keep (now {section.max_to_keep}), "
     return (
-        f"finetuning.output_dir: {folder} has {free:.1f} MiB free and up to {needed:.1f} MiB are needed: lower "
-        f"finetuning.checkpoints.max_to_keep (now {section.max_to_keep}), free space, or give another folder"
+        f"finetuning.output_dir: {folder} has {free:.1f} MiB free and up to {needed:.1f} MiB are needed: "
+        f"{fewer if kept_and_needed(1)[1] <= free else ''}free space, or give another folder"
     )
 
 

@@ -219,6 +219,8 @@ def test_a_dry_run_makes_everything_and_writes_nothing(run_file, tmp_path, capsy
         (["finetuning.num_epochs=9", "eval.validation={dataset: {_type: toy_rows}}"], 3, 4 * 8),  # the best one, too
         (["finetuning.checkpoints.every=null"], 0, 4),
         (["trainer_adapters.local.disk.export=20000000"], 2, 2 * 8 + 20000000 / 2**20),
+        (["trainer_adapters.local.disk.export=34603008"], 2, 2 * 8 + 33),  # too large also beside one checkpoint
+        (["trainer_adapters.local.disk.export=34603008", "finetuning.checkpoints.every=null"], 0, 33),
     ],
 )
 def test_a_dry_run_shows_the_room_on_disk(run_file, capsys, monkeypatch, options, kept, peak):
@@ -233,19 +235,25 @@ def test_a_dry_run_shows_the_room_on_disk(run_file, capsys, monkeypatch, options
     assert f"{peak:.1f} MiB  in all, at the peak; 32.0 MiB are free for run" in shown.out
     assert (code == 1) == (peak > 32)
     if peak > 32:
-        assert "run has 32.0 MiB free" in shown.err and "max_to_keep (now 2)" in shown.err
+        assert "run has 32.0 MiB free" in shown.err and ("max_to_keep (now 2)" in shown.err) == (
+            "20000000" in command[-1]
+        )
 
 
-def test_a_dry_run_of_adapters_shows_the_merged_model_too(run_file, capsys):
+def test_a_dry_run_of_adapters_shows_the_merged_model_too(run_file, tmp_path, capsys, monkeypatch):
     def with_disk(run):
         run["trainer_adapters"]["local"]["disk"] = {"checkpoint": 2**62, "export": 2**20, "merged": 2**25}
         run["trainer_adapters"]["local"] |= {"memory": {"parameters": 1.0}, "advice": "take less"}
 
+    monkeypatch.setattr("jaxft.harness.commands.free_bytes", lambda path: 2**20)
+    earlier = tmp_path / "run" / "checkpoints" / "1"
+    earlier.mkdir(parents=True)
+    (earlier / "arrays").write_bytes(bytes(2**19))
     assert main(["finetune", "--config-file", run_file(with_disk), "--dry-run"]) == 1
     shown = capsys.readouterr()
     assert "1.0 MiB  the exported adapters" in shown.out
     assert "32.0 MiB  the model of `jaxft export --merge`" in shown.out
-    assert "finetuning.output_dir: run has " in shown.err and "; take less" in shown.err
+    assert "finetuning.output_dir: run has 1.5 MiB free" in shown.err and "; take less" in shown.err
 
 
 @pytest.mark.slow
