@@ -306,15 +306,22 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         return self.loss.needs_reference and self.loss.reference.path is not None
 
     def resolved(self, config: Any, recorded: Mapping[str, Any]) -> "LocalTrainerAdapterConfig":
-        """Return the adapter with a learning rate, if something takes one: that of the weights that it trains."""
-        given = self.optimizer
+        """Return the adapter with a learning rate, if something takes one: that of the weights that it trains.
+
+        `microbatch_tokens` are those of `recorded`, or stay None: the platform is not known here.
+        """
+        given, policy = self.optimizer, config.llms.get(self.llm)
+        optimizer = {"learning_rate": entries(recorded, "optimizer").get("learning_rate")}
+        tokens = recorded.get("microbatch_tokens")
+        before = self.model_validate({"llm": self.llm, "optimizer": optimizer, "microbatch_tokens": tokens})
+        own = {"microbatch_tokens": before.microbatch_tokens} if self.microbatch_tokens is None else {}
         if "learning_rate" in given.model_fields_set and given.learning_rate is not None:
-            return self
-        rate, policy = entries(recorded, "optimizer").get("learning_rate"), config.llms.get(self.llm)
+            return self.model_copy(update=own)
+        rate = before.optimizer.learning_rate
         if rate is None and isinstance(policy, LocalPolicyConfig) and given.takes_rate:
             adapters, imitates = policy.lora is not None, self.loss.name == "sft"
             rate = default_rate(is_random=policy.path is None, has_adapters=adapters, imitates=imitates)
-        return self if rate is None else self.model_copy(update={"optimizer": given.with_rate(rate)})
+        return self.model_copy(update=own | ({} if rate is None else {"optimizer": given.with_rate(rate)}))
 
     def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
         """Return the faults of functions of one's own, as far as their parameters and shapes tell."""

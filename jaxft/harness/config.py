@@ -39,6 +39,7 @@ from jaxft.harness.config_merge import (
     with_fields_expanded,
 )
 from jaxft.harness.config_types import (
+    RECORDED,
     ConfigModel,
     InputPath,
     OutputPath,
@@ -68,6 +69,7 @@ from jaxft.harness.registry import (
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.redaction import map_texts, redacted
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
+from jaxft.runs.files import CONFIG_FILE
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -220,10 +222,18 @@ class Config(ModelsConfig):
         return self
 
     def resolve(self, recorded: Mapping[str, Any]) -> None:
-        """Give fields of adapters whose defaults depend on others their values, first those of a `recorded` run."""
+        """Give fields of adapters whose defaults depend on others their values, first those of a `recorded` run.
+
+        Raises:
+            ConfigError: such a value of the run is none.
+        """
         for name, adapter in self.trainer_adapters.items():
             before = entries(entries(recorded, "trainer_adapters"), name)
-            self.trainer_adapters[name] = adapter.resolved(self, before)
+            try:
+                self.trainer_adapters[name] = adapter.resolved(self, before)
+            except ValidationError as error:
+                place = f"{CONFIG_FILE}: trainer_adapters.{name}"
+                raise ConfigError([f"{place}.{path}: {_message(each)}" for path, each in _faults(error)]) from None
 
 
 def load_config(
@@ -232,6 +242,7 @@ def load_config(
     *,
     dataset: Path | None = None,
     validation_dataset: Path | None = None,
+    is_recorded: bool = False,
 ) -> Config:
     """Load the configuration in a YAML file.
 
@@ -241,6 +252,7 @@ def load_config(
         dataset: a file of examples that replaces `eval.general.dataset`; its suffix tells the format, and `id_key` and
             `structure` of the configuration stay.
         validation_dataset: the same for `eval.validation.dataset`, with the fields of the dataset if it has none.
+        is_recorded: True for the file of a run, which an earlier version may have written.
 
     Raises:
         ConfigError: lists all faults, each with its path.
@@ -248,7 +260,7 @@ def load_config(
     mapping, faults = read_layers(Path(path)), ConfigErrors()
     files = {"eval.general.dataset": dataset, "eval.validation.dataset": validation_dataset}
     datasets = [(field, _dataset(file, mapping, field, faults)) for field, file in files.items() if file is not None]
-    return _config(mapping, [*datasets, *overrides], str(path), faults)
+    return _config(mapping, [*datasets, *overrides], str(path), faults, is_recorded=is_recorded)
 
 
 def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], source: str) -> Config:
@@ -353,11 +365,12 @@ def _config(
     faults: ConfigErrors,
     *,
     is_validation: bool = False,
+    is_recorded: bool = False,
 ) -> Config:
     override(mapping, overrides, faults)
     values = expanded(mapping, "", faults)
     import_installed()
-    config = _validate_model(Config, values, faults)
+    config = _validate_model(Config, values, faults, {RECORDED: True} if is_recorded else {})
     if config is not None and not is_validation:  # a run never writes to the directory of that configuration
         config = _with_output_dir(config, faults)
     if faults or config is None:
@@ -367,18 +380,23 @@ def _config(
     return config
 
 
-def _validate_model(model: type[Model], values: dict[str, Any], faults: ConfigErrors) -> Model | None:
+def _validate_model(
+    model: type[Model], values: dict[str, Any], faults: ConfigErrors, context: Mapping[str, Any] | None = None
+) -> Model | None:
     """Return the values as a model after its modules are imported; None if there are faults, which are added."""
     imports_failed = not _import_modules(values.get("imports"), faults)
     try:
-        return model.model_validate(values, context=values)
+        return model.model_validate(values, context={**values, **(context or {})})
     except ValidationError as error:
-        for details in error.errors(include_url=False):
-            path = ".".join(str(part) for part in details["loc"])
+        for path, details in _faults(error):
             # A component that is unknown because its module could not be imported is not reported again.
             if not faults.is_known(path) and not (imports_failed and "registered: " in details["msg"]):
                 faults.add(path, _message(details))
         return None
+
+
+def _faults(error: ValidationError) -> list[tuple[str, ErrorDetails]]:
+    return [(".".join(map(str, each["loc"])), each) for each in error.errors(include_url=False)]
 
 
 def _with_output_dir(config: Config, faults: ConfigErrors) -> Config:

@@ -2,19 +2,16 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PlainSerializer, model_validator
+from pydantic import Field, PlainSerializer, ValidationInfo, model_validator
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.harness.config_types import ConfigModel, config_error
+from jaxft.harness.config_types import RECORDED, ConfigModel, config_error
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 from jaxft.training.config import check_named, named_function
 
 ScheduleName = Literal["constant", "linear", "cosine"]
 SETTINGS = ("learning_rate", "weight_decay", "b1", "b2")
 """Fields that an optimizer gets if it has parameters for them."""
-
-RECORDED_RATE = 1e-5
-"""The learning rate that earlier versions recorded with every optimizer, also with one that takes none."""
 
 
 def default_rate(*, is_random: bool, has_adapters: bool, imitates: bool) -> float:
@@ -123,11 +120,12 @@ class OptimizerConfig(ConfigModel):
         return named_function(values)
 
     @model_validator(mode="after")
-    def _reads_what_is_set(self) -> "OptimizerConfig":
+    def _reads_what_is_set(self, info: ValidationInfo) -> "OptimizerConfig":
         """Refuse settings that the optimizer or the schedule would leave unread."""
         check_named(self.name, self.function)
         changed = {name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default}
-        changed -= {"learning_rate"} if self.learning_rate == RECORDED_RATE else set()
+        if RECORDED in (info.context or {}):  # before 0.10 with a learning rate, also where nothing takes one
+            changed.discard("learning_rate")
         changed |= {"weight_decay" for each in self.groups if each.weight_decay is not None}
         changed |= {"rate_factor" for each in self.groups if each.rate_factor not in (0.0, 1.0)}
         if self.function is None:

@@ -19,12 +19,13 @@ import yaml
 import jaxft
 from jaxft.components.train import DEFAULTS
 from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, TooManyFailures
-from jaxft.harness.config import config_from_mapping, resolved_yaml
+from jaxft.harness.config import config_from_mapping, load_config, resolved_yaml
 from jaxft.harness.signals import current_shutdown
 from tests import own_functions
 
 TEN_LINES = Path(__file__).parents[2] / "examples" / "ten_lines.py"
 PROMPTS, ANSWERS = [f"number {i}?" for i in range(4)], list("0123")
+RECORDED = {"optimizer": {"learning_rate": 1e-5}}
 OPTIONS = {"num_epochs": 3, "learning_rate": 1e-2, "max_completion_length": 8}
 OWN = {
     "loss": own_functions.pull,
@@ -54,17 +55,20 @@ def whole(tmp_path_factory):
     return jaxft.train("qwen3-50k", [digits, right], PROMPTS, output_dir=folder, answer=ANSWERS, **OPTIONS, **OWN)
 
 
-def rate(optimizer=None, loss="dapo", recorded=None, **policy):
-    """Return the learning rate of a run with this policy; `recorded` is that of the run that it continues."""
+def resolved(optimizer=None, loss="dapo", recorded=None, **policy):
+    """Return the configuration, in YAML, of a run with this policy; `recorded` is the adapter of an earlier one."""
     mapping = yaml.safe_load(DEFAULTS.read_text("utf-8"))
     mapping["eval"]["general"]["dataset"] = {"_type": "jsonl", "file_path": "rows.jsonl"}
     mapping["eval"]["evaluators"]["reward"]["functions"] = [digits]
     mapping["llms"]["policy"] |= policy
     mapping["trainer_adapters"]["local"] |= {"optimizer": optimizer or {}, "loss": {"name": loss}}
     config = config_from_mapping(mapping, base_dir=".")
-    before = {} if recorded is None else {"optimizer": {"learning_rate": recorded}}
-    config.resolve({"trainer_adapters": {"local": before}})
-    return yaml.safe_load(resolved_yaml(config))["trainer_adapters"]["local"]["optimizer"]["learning_rate"]
+    config.resolve({"trainer_adapters": {"local": recorded or {}}})
+    return resolved_yaml(config)
+
+
+def adapter(**options):
+    return yaml.safe_load(resolved(**options))["trainer_adapters"]["local"]
 
 
 @pytest.mark.parametrize(
@@ -89,15 +93,30 @@ def rate(optimizer=None, loss="dapo", recorded=None, **policy):
             1e-6,
         ),
         # A run that is continued: its rate, unless another one is given.
-        ({"path": "some/model", "recorded": 1e-5}, 1e-5),
-        ({"path": "some/model", "recorded": 1e-5, "optimizer": {"learning_rate": 2e-4}}, 2e-4),
+        ({"path": "some/model", "recorded": RECORDED}, 1e-5),
+        ({"path": "some/model", "recorded": RECORDED, "optimizer": {"learning_rate": 2e-4}}, 2e-4),
         # Earlier versions recorded 1e-5 also where nothing takes it.
-        ({"path": "some/model", "recorded": 1e-5, "optimizer": {"function": "optax:identity"}}, 1e-5),
-        ({"path": "some/model", "optimizer": {"function": "optax:identity", "learning_rate": 1e-5}}, 1e-5),
+        ({"path": "some/model", "recorded": RECORDED, "optimizer": {"function": "optax:identity"}}, 1e-5),
     ],
 )
 def test_the_learning_rate_is_that_of_the_weights_unless_one_is_given(options, expected):
-    assert rate(**options) == expected
+    assert adapter(**options)["optimizer"]["learning_rate"] == expected
+
+
+def test_a_run_of_an_earlier_version_keeps_its_values_or_names_those_that_are_none(tmp_path):
+    other = {"path": "some/model", "optimizer": {"function": "optax:identity"}}
+    assert adapter(**other)["microbatch_tokens"] is None
+    assert adapter(**other, recorded={"microbatch_tokens": 8192})["microbatch_tokens"] == 8192
+    file = tmp_path / "config.yml"
+    file.write_text(resolved(**other, recorded=RECORDED))
+    load_config(file, is_recorded=True)  # as `jaxft resume`
+    with pytest.raises(ConfigError, match="takes no 'learning_rate': leave it out"):
+        load_config(file)
+    place = "^config.yml: trainer_adapters.local"
+    with pytest.raises(ConfigError, match=rf"{place}.optimizer.learning_rate: must be greater than 0$"):
+        adapter(path="some/model", recorded={"optimizer": {"learning_rate": -1}})
+    with pytest.raises(ConfigError, match=rf"{place}.microbatch_tokens: must be .*holds a text\)$"):
+        adapter(path="some/model", recorded={"microbatch_tokens": "many"})
 
 
 def test_the_result_has_history_plot_and_model(whole):
