@@ -87,7 +87,8 @@ class Case(NamedTuple):
             "mesh": {"data": 1, "fsdp": chips} if chips > 1 else None,
             "lora": {"rank": 16} if self.lora else None,
         }
-        adapter = {"llm": "policy", "microbatch_tokens": self.rows * self.width * chips}
+        rate = {"learning_rate": 1e-6}
+        adapter = {"llm": "policy", "microbatch_tokens": self.rows * self.width * chips, "optimizer": rate}
         if self.layers is not None:
             model = replace(model, num_layers=self.layers)
         return PlannedRun(

@@ -128,7 +128,7 @@ class EngineCase(NamedTuple):
             "lora": {"rank": 16} if self.lora else None,
             **cache_fields(self.tokens),
         }
-        adapter = {"llm": "policy", "microbatch_tokens": 4 * CONTEXT_TOKENS}
+        adapter = {"llm": "policy", "microbatch_tokens": 4 * CONTEXT_TOKENS, "optimizer": {"learning_rate": 1e-6}}
         return PlannedRun(
             LocalPolicyConfig.model_validate(policy),
             LocalTrainerAdapterConfig.model_validate(adapter),

@@ -355,6 +355,8 @@ def make_reference(experiment: str, runs: Sequence[ComparedRun], root: Path) -> 
 def _command(arguments: Sequence[str], prefix: str) -> str:
     """Return the command of a run without options that have no effect, and with `{seed}`."""
     kept, left = ["python"], [argument.removeprefix(prefix) for argument in arguments]
+    if left and Path(left[0]).name == "jaxft":  # which stands in an environment, not under the prefix
+        kept = [Path(left.pop(0)).name]
     while left:
         argument = left.pop(0)
         if argument == "--set" and left:

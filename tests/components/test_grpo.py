@@ -577,7 +577,8 @@ def test_a_secret_that_only_the_ids_spell_is_not_kept(train, tmp_path, tokenizer
         record_call(tokenizer.encode(f"the key is {secret}" if example["name"] == "a" else "no key"), [5, 6])
         return None  # which is kept, and not trained
 
-    adapter = LocalTrainerAdapter(LocalTrainerAdapterConfig(llm="policy"), policy, print, seed=0)
+    config = LocalTrainerAdapterConfig(llm="policy", optimizer={"learning_rate": 1e-3})
+    adapter = LocalTrainerAdapter(config, policy, print, seed=0)
     with hiding([secret]), pytest.raises(NoLearningSignal):
         train(ask, adapter, epochs=1, save_episodes="all")
     samples = [json.loads(row) for row in (tmp_path / "run/trajectories/samples.jsonl").read_text().splitlines()]

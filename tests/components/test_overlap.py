@@ -499,7 +499,7 @@ def test_staleness_is_corrected_unless_the_loss_says_otherwise(policy):
     warnings = []
 
     def allow(loss):
-        config = LocalTrainerAdapterConfig(llm="policy", loss=loss)
+        config = LocalTrainerAdapterConfig(llm="policy", loss=loss, optimizer={"learning_rate": 1e-3})
         adapter = LocalTrainerAdapter(config, policy, warnings.append)
         adapter.allow_staleness(1)
         assert adapter.max_staleness == 1

@@ -77,6 +77,7 @@ class Case(NamedTuple):
         adapter: Any = {
             "llm": "policy",
             "loss": {"name": self.loss},
+            "optimizer": {"learning_rate": 1e-6},
             "microbatch_tokens": self.rows * shards * self.width,
             "packing": self.packing,
         }

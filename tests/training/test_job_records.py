@@ -61,6 +61,7 @@ def test_a_job_says_where_the_batches_of_its_bad_updates_are(
     config = LocalTrainerAdapterConfig(
         llm="policy",
         loss={"advantages": "leave_one_out"},
+        optimizer={"learning_rate": 1e-3},
         microbatch_tokens=128,
         num_minibatches=2,
     )
