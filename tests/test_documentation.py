@@ -446,7 +446,7 @@ def test_what_is_written_runs(name, done):
 
 @pytest.mark.docs
 def test_the_run_directory_holds_what_is_listed(done):
-    folder, _ = done["README.md, commands 1"]
+    folder, _ = done["docs/experiments.md, commands 1"]
     tree = next(block for block in blocks("docs/agents.md", "") if block.startswith("runs/tic_tac_toe/"))
     listed = [line.split()[0] for line in tree.splitlines()[1:] if not line.startswith("   ")]
     assert len(listed) > 8
