@@ -27,7 +27,7 @@ def _beside_the_recipes(monkeypatch):
 
 
 def rewards(module, evaluator, config, output, **row):
-    """What an evaluator of a recipe gives to an output for a row."""
+    """Return the rewards that an evaluator of a recipe gives to an output for a row."""
     recipe = importlib.import_module(module)
     score = asyncio.run(anext(getattr(recipe, evaluator)(getattr(recipe, config)(), None)))
     expected = row.pop("expected", None)

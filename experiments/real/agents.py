@@ -1,4 +1,4 @@
-"""The agents and rewards of the three tasks beside this file."""
+"""An agent that asks once, which most recipes beside this file train, and the reward of a bare number."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,6 +15,9 @@ class AskConfig(jaxft.WorkflowConfig, name="ask"):
     system: str | None = Field(default=None, description="System message; null: that of the chat template.")
     temperature: float = Field(default=1.0, ge=0.0, description="Divisor of the logits.")
     max_tokens: int = Field(default=16, ge=1, description="Most tokens of an answer, its stop token included.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default={}, description="Variables of the chat template, such as enable_thinking."
+    )
 
 
 @jaxft.register_workflow(config_type=AskConfig)
@@ -28,6 +31,7 @@ async def ask(config: AskConfig, builder: Any) -> AsyncIterator[Any]:
             [*system, {"role": "user", "content": row["question"]}],
             max_tokens=config.max_tokens,
             temperature=config.temperature,
+            chat_template_kwargs=config.chat_template_kwargs,
         )
         return reply.content
 

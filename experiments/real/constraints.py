@@ -71,7 +71,7 @@ class InstructionsFollowedConfig(jaxft.EvaluatorConfig, name="instructions_follo
 
 @jaxft.register_evaluator(config_type=InstructionsFollowedConfig)
 async def instructions_followed(config: InstructionsFollowedConfig, builder: Any) -> AsyncIterator[Any]:
-    """Two named rewards. `nearly` is up to a half of what a text over its length misses, the more the shorter it is."""
+    """Two named rewards. For a text that is too long `nearly` is half of the wanted number of words by its own."""
 
     def score(item: jaxft.EvalInputItem) -> dict[str, float]:
         answer, instructions = item.output_obj.strip(), item.full_dataset_entry["instructions"]

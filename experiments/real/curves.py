@@ -1,7 +1,4 @@
-"""Draws docs/recipes.png: the rewards of the seeds that experiments/references keeps of the three tasks on SmolLM2.
-
-python experiments/real/curves.py
-"""
+"""`python experiments/real/curves.py` draws docs/recipes.png: the rewards of the seeds in experiments/references."""
 
 import json
 from pathlib import Path

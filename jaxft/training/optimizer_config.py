@@ -124,7 +124,7 @@ class OptimizerConfig(ConfigModel):
         """Refuse settings that the optimizer or the schedule would leave unread."""
         check_named(self.name, self.function)
         changed = {name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default}
-        if RECORDED in (info.context or {}):  # before 0.10 with a learning rate, also where nothing takes one
+        if RECORDED in (info.context or {}):  # versions before 0.9 recorded one always
             changed.discard("learning_rate")
         changed |= {"weight_decay" for each in self.groups if each.weight_decay is not None}
         changed |= {"rate_factor" for each in self.groups if each.rate_factor not in (0.0, 1.0)}
