@@ -321,6 +321,7 @@ _exchange_together.defvjp(
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+@jax.named_scope("head")  # which `benchmarks/cost.py` reads
 def _score(
     model: Model,
     teacher: Teacher | None,

@@ -343,6 +343,7 @@ def layer_runs(kinds: tuple[LayerKind, ...]) -> list[LayerRun]:
     return fewest[-1]
 
 
+@jax.named_scope("layers")  # which `benchmarks/cost.py` reads
 def scan_layers(
     compute: Callable[[LayerKind, Array, Params], Array],
     policy: Callable[..., Any],

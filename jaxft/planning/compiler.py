@@ -169,7 +169,7 @@ def compile_program(interpreter: Path, run: PlannedRun, target: Target, program:
         input=json.dumps(request),
         capture_output=True,
         text=True,
-        env=_environment(interpreter),
+        env=compiler_environment(interpreter),
     )
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
@@ -193,7 +193,7 @@ def versions(interpreter: Path) -> dict[str, str]:
             [str(interpreter), "-m", "jaxft.planning.compiler"],
             capture_output=True,
             text=True,
-            env=_environment(interpreter),
+            env=compiler_environment(interpreter),
         )
     except OSError as error:
         raise CompilerError(f"{interpreter} cannot be run ({error.strerror}): make the compilers with {MAKE}") from None
@@ -204,7 +204,7 @@ def versions(interpreter: Path) -> dict[str, str]:
     return found
 
 
-def _environment(interpreter: Path) -> dict[str, str]:
+def compiler_environment(interpreter: Path) -> dict[str, str]:
     """Return the environment of a process with compilers; jaxft is that of this process."""
     packages = list(interpreter.parent.parent.glob("lib/python3*/site-packages/nvidia/*"))
     libraries = [str(package / "lib") for package in packages]

@@ -86,6 +86,7 @@ class Launch(NamedTuple):
         arrays: the results; of a fusion not what stays inside it.
         kernels, collectives: those that it is, or that a fusion has inside.
         rearranged: opcode and result of the copies, concatenations, gathers and transposes that it writes.
+        op_name: path of jax's operation, with the scopes around it; of a fusion without one, that of its last step.
     """
 
     label: str
@@ -99,6 +100,7 @@ class Launch(NamedTuple):
     kernels: tuple[Kernel, ...] = ()
     collectives: tuple[Collective, ...] = ()
     rearranged: tuple[tuple[str, Array], ...] = ()
+    op_name: str = ""
 
     @property
     def bytes(self) -> int:
@@ -199,7 +201,7 @@ def _launch(instruction: Instruction, times: int, loops: tuple[Loop, ...], near:
         if (product := _flops(step)) is not None:
             flops += product
         elif step.work == "custom-call" and step.does_something:
-            path = step.find(r'op_name="((?:[^"\\]|\\.)*)"').removesuffix("/pallas_call").rpartition("/")[2]
+            path = step.op_name.removesuffix("/pallas_call").rpartition("/")[2]
             name = re.findall(r"[\w.=-]+", path)[-1:] or [step.name]  # `f` of `transpose(jvp(f))`
             kernels.append(Kernel(step.target, name[0], times))
         elif step.work in COLLECTIVES and not step.is_repeated:
@@ -221,6 +223,7 @@ def _launch(instruction: Instruction, times: int, loops: tuple[Loop, ...], near:
         kernels=tuple(kernels),
         collectives=tuple(collectives),
         rearranged=tuple(rearranged(instruction)),
+        op_name=next((step.op_name for step in (instruction, *reversed(_steps(instruction))) if step.op_name), ""),
     )
 
 

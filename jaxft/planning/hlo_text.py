@@ -116,6 +116,11 @@ class Instruction:
         return self.find(r'custom_call_target="([^"]*)"')
 
     @property
+    def op_name(self) -> str:
+        """Path of jax's operation and the scopes around it, "" where the compiler gives none."""
+        return self.find(r'op_name="((?:[^"\\]|\\.)*)"')
+
+    @property
     def place(self) -> int:
         """Element that a get-tuple-element takes."""
         return int(self.find(r"\bindex=(\d+)") or 0)
