@@ -30,11 +30,12 @@ from aot_engine import EngineResults, measure_engine
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
+from jaxft.models.ceilings import model_flops
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import AUTO_REMATS, Remat
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
-from jaxft.planning.flops import kernel_flops, model_flops
+from jaxft.planning.flops import kernel_flops
 from jaxft.planning.plan import MARGIN, collectives, estimate_update, least_seconds, memory_limit
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs.environment import environment

@@ -30,13 +30,12 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxft
 from aot import Case
-from jaxft.components.configs import LocalPolicyConfig
 from jaxft.components.programs import PlannedRun
+from jaxft.models.ceilings import attention_flops, tokens_seen
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import REMATS, decoder, parameter_shapes
 from jaxft.planning import compiler
 from jaxft.planning.compiler import CompilerError
-from jaxft.planning.flops import attention_flops, tokens_seen
 from jaxft.planning.hlo import Launch, Program, read
 from jaxft.planning.targets import find_target
 from roofline import parameter_count
@@ -86,7 +85,9 @@ class Cost(NamedTuple):
         return Cost(self.launch, self.place, self.kind, *more)  # type: ignore[arg-type]
 
 
-def costs(program: Program, reached: Reached, of_attention: float, pool_bytes: int = 0, name: str = "") -> list[Cost]:
+def costs(
+    program: Program, reached: Reached, of_attention: float, pool_bytes: int = 0, *, name: str = "", layers: int = 0
+) -> list[Cost]:
     """Return the cost of each launch of a program.
 
     Args:
@@ -95,11 +96,13 @@ def costs(program: Program, reached: Reached, of_attention: float, pool_bytes: i
         of_attention: operations of the forward kernel of attention of one layer.
         pool_bytes: bytes of the keys of a layer in pages, which a kernel does not read as a whole; 0 without pages.
         name: name of the program; all of `step` stands at that place.
+        layers: number of layers; what writes arrays of them all, such as sums of gradients, stands at their place, too.
     """
     found = []
     for launch in program.launches:
         # The words of a path: `transpose(jvp(layers))/while/body`.
-        place = next(iter(re.findall(r"\b(layers|head)\b", launch.op_name)), "rest") if name != "step" else name
+        default = "layers" if any(array.shape[:1] == (layers,) for array in launch.arrays) else "rest"
+        place = next(iter(re.findall(r"\b(layers|head)\b", launch.op_name)), default) if name != "step" else name
         said = " ".join((launch.label, launch.op_name, *(each.target for each in launch.kernels))).lower()
         moved, flops, arithmetic = launch.bytes, float(launch.flops), reached.arithmetic
         kind = "product" if flops else "move"
@@ -185,7 +188,8 @@ def compiled_costs(parsed: argparse.Namespace, name: str) -> list[Cost]:
         rows = int(re.findall(r"\d+", name)[0]) / parsed.width if re.search(r"\d", name) else 1
     elif parsed.packed and "cudnn$fmha" in text:  # which skips what another sequence holds
         seen /= 2
-    return costs(read(text), REACHED[target.kind], attention_flops(model, 1) * seen * rows, pool, name)
+    rates, layers = REACHED[target.kind], model.num_layers
+    return costs(read(text), rates, attention_flops(model, 1) * seen * rows, pool, name=name, layers=layers)
 
 
 def planned(parsed: argparse.Namespace) -> PlannedRun:
@@ -194,7 +198,7 @@ def planned(parsed: argparse.Namespace) -> PlannedRun:
     run = case.run().with_remat(parsed.remat)
     sizes = {"slots": parsed.slots, "cache_tokens": parsed.slots * parsed.width}
     return run._replace(
-        policy=LocalPolicyConfig.model_validate(run.policy.model_dump() | sizes),
+        policy=run.policy.model_copy(update=sizes),
         adapter=run.adapter.model_copy(update={"packing": parsed.packed}),
     )
 

@@ -6,6 +6,8 @@ Letters: `N` sizes.
 import contextlib
 import os
 import platform
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -105,7 +107,17 @@ def this_machine() -> Machine:
         cpu_count=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        card=card(),
     )
+
+
+def card() -> str:
+    """Name, driver, clocks, power and temperature of NVIDIA's cards, a line each; "" where `nvidia-smi` is not."""
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    query = "--query-gpu=name,driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.draw,power.limit,temperature.gpu"
+    done = subprocess.run(["nvidia-smi", query, "--format=csv"], capture_output=True, text=True)
+    return (done.stdout or done.stderr).strip()
 
 
 def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:

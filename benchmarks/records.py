@@ -69,7 +69,7 @@ class Line(BaseModel):
     name: str
     amount: int
     seconds: list[float]
-    unit: Literal["tokens", "episodes"] = "tokens"
+    unit: Literal["tokens", "episodes", "requests"] = "tokens"
     phases: list[Phase] = []
     shape: dict[str, int] = {}
     figures: dict[str, float] = {}
@@ -143,7 +143,7 @@ class CaseResult(Measured):
 
 
 class Machine(BaseModel):
-    """The machine, and the environment variables that change its speed."""
+    """The machine, the environment variables that change its speed, and its card as `nvidia-smi` describes it."""
 
     backend: str
     device_kind: str
@@ -152,6 +152,7 @@ class Machine(BaseModel):
     cpu_count: int
     memory_bytes: int
     variables: dict[str, str]
+    card: str = ""
 
 
 class Results(BaseModel):
@@ -161,6 +162,8 @@ class Results(BaseModel):
         rates_at_start, rates_at_end: rates of the device; shared machines drift, so limits use the better of both.
         environment: versions, platform, command line and commit.
         shapes: counts of all cases.
+        card_at_end: the same of the card, with its clocks, after the last case.
+        left_out: cases that the time limit left out.
         is_complete: False in the file of a call that was cut off.
     """
 
@@ -171,6 +174,8 @@ class Results(BaseModel):
     rates_at_start: MeasuredRates
     rates_at_end: MeasuredRates | None = None
     cases: list[CaseResult] = []
+    card_at_end: str = ""
+    left_out: list[str] = []
     is_complete: bool = False
 
     def rates(self) -> MeasuredRates:

@@ -9,8 +9,8 @@ Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h`
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxft.models.ceilings import attention_flops, block_weights, head_weights, kv_bytes, matmul_weights, tokens_seen
 from jaxft.models.config import DecoderConfig
-from jaxft.planning.flops import attention_flops, block_weights, head_weights, matmul_weights, tokens_seen
 
 ADAMW_PASSES = 8
 """Tensors as large as the parameters that a clipped AdamW step moves: the norm reads the gradient; then parameters,
@@ -58,16 +58,6 @@ def parameter_count(config: DecoderConfig) -> int:
     biases += 2 * config.intermediate_size + config.hidden_size if config.mlp_bias else 0
     embedding = 0 if config.tie_word_embeddings else head_weights(config)
     return matmul_weights(config) + embedding + config.num_layers * (norms + biases) + config.hidden_size
-
-
-def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
-    """Bytes of keys and values of one token: `2 L K h` numbers.
-
-    >>> from jaxft.models.config import model_preset
-    >>> kv_bytes(model_preset("qwen3-0.6b"), itemsize=2)  # 2 28 8 128 2: 112 KiB
-    114688
-    """
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
 def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) -> Phase:

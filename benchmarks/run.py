@@ -2,7 +2,11 @@
 
     python benchmarks/run.py rollout update --model m60 --out results.json
     python benchmarks/run.py --suite cpu --out benchmarks/results/cpu.json     # two models; hours on two cores
-    python benchmarks/run.py --suite gpu --out benchmarks/results/gpu.json     # one GPU with 80 GiB or more
+    python benchmarks/run.py --suite gpu --out benchmarks/results/gpu.json     # a GPU with 80 GiB: under 8 minutes
+    python benchmarks/run.py update kernels score prefill decode --suite gpu --minutes 5      # the same in two parts
+    python benchmarks/run.py serve epoch --suite gpu --minutes 5
+    python benchmarks/run.py update --suite gpu --model qwen3-1.7b
+    python benchmarks/run.py lora --suite gpu --model qwen3-8b
 
 Every case prints units per second (median, slowest, fastest), the limit and the share of it, then each claim that it
 tests and whether it holds. The limits are measured in the same process, before and after everything else. `--shrink`
@@ -24,11 +28,11 @@ from typing import NamedTuple
 
 import jax
 
-from cases import compilation, decode, epoch, harness, logprobs, memory, prefill, rollout, update
+from cases import compilation, decode, epoch, harness, kernels, logprobs, memory, prefill, rollout, serve, update
 from jaxft.harness.process import prepare_process
 from jaxft.models.config import PRESETS
 from jaxft.runs.environment import environment
-from machine import measure_rates, this_machine
+from machine import card, measure_rates, this_machine
 from records import CaseResult, Check, Line, Measured, Results, metric_text
 from shapes import ACCELERATOR, MODELS, REFERENCE, TINY, Shapes
 from workload import Workload, make_workload
@@ -38,12 +42,16 @@ ON_A_MODEL: dict[str, Callable[[Workload], Measured]] = {
     "decode": decode.run,
     "rollout": rollout.run,
     "update": update.run,
+    "lora": update.run,
+    "kernels": kernels.run,
+    "score": logprobs.run_scores,
     "logprobs": logprobs.run,
+    "serve": serve.run,
     "epoch": epoch.run,
     "memory": memory.run,
     "compile": compilation.run,
 }
-CASES = ("prefill", "decode", "rollout", "update", "logprobs", "epoch", "memory", "harness", "compile")
+CASES = (*ON_A_MODEL, "harness")
 
 HEADER = (
     f"{'':<44} {'per second':>10} {'slowest':>10} {'fastest':>10} {'limit':>10} {'share':>6} {'MFU':>6} {'median s':>9}"
@@ -51,17 +59,23 @@ HEADER = (
 
 
 class Suite(NamedTuple):
-    """A list of cases with their models, dtype and shapes."""
+    """A list of cases with their models, dtype and shapes, and the minutes after which no further case begins."""
 
     cases: tuple[str, ...]
     models: tuple[str, ...]
     dtype: str
     shapes: Shapes
+    minutes: float | None = None
+
+
+ON_CPU = ("prefill", "decode", "rollout", "update", "logprobs", "epoch", "memory", "harness", "compile")
+ON_GPU = ("update", "kernels", "score", "prefill", "serve", "epoch", "decode")
+"""The cases of the suites, in order of worth."""
 
 
 SUITES = {
-    "cpu": Suite(CASES, ("m60", "m2"), "float32", REFERENCE),
-    "gpu": Suite(CASES, ("qwen3-0.6b", "qwen3-1.7b"), "bfloat16", ACCELERATOR),
+    "cpu": Suite(ON_CPU, ("m60", "m2"), "float32", REFERENCE),
+    "gpu": Suite(ON_GPU, ("qwen3-0.6b",), "bfloat16", ACCELERATOR, minutes=7.0),
 }
 
 
@@ -84,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"run.py: error: {error}", file=sys.stderr)
         return 2
     prepare_process()
-    return run_jobs(jobs, parsed.repeats, parsed.out, shrink=parsed.shrink)
+    minutes = parsed.minutes or (SUITES[parsed.suite].minutes if parsed.suite else None)
+    return run_jobs(jobs, parsed.repeats, parsed.out, shrink=parsed.shrink, minutes=minutes)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -102,6 +117,9 @@ def make_parser() -> argparse.ArgumentParser:
         help="dtype of products; parameters are float32 (default: the suite's, else float32)",
     )
     parser.add_argument("--repeats", type=_count, default=3, help="timed runs of each job (default %(default)s)")
+    parser.add_argument(
+        "--minutes", type=float, metavar="N", help="begin no case after so many (default: 7 of --suite gpu, else none)"
+    )
     parser.add_argument("--shrink", action="store_true", help="a tiny model and small counts, to see that it runs")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="file for all results, with versions and shapes")
     return parser
@@ -135,19 +153,19 @@ def list_jobs(
     models = ("tiny",) if shrink else chosen.models if model is None else (model,)
     shapes = TINY if shrink else chosen.shapes
     jobs = []
-    for case in chosen.cases:
-        if cases and case not in cases:
-            continue
+    for case in cases or chosen.cases:
         for name in (None,) if case == "harness" else models:
             jobs.append(Job(case, name, dtype or chosen.dtype, shapes))
     return list(dict.fromkeys(jobs))
 
 
-def run_jobs(jobs: Sequence[Job], repeats: int, out: Path | None, *, shrink: bool) -> int:
+def run_jobs(jobs: Sequence[Job], repeats: int, out: Path | None, *, shrink: bool, minutes: float | None = None) -> int:
     """Run the jobs one after the other and print their tables; the exit code is 1 when a case failed.
 
-    The file is written anew after every case, so that results outlive a call that is cut off.
+    The file is written anew after every case, so that results outlive a call that is cut off. No case begins after so
+    many minutes; those left out are named.
     """
+    started = time.perf_counter()
     rates = measure_rates(tiny=shrink)
     print(f"limits: {rates}", flush=True)
     results = Results(
@@ -158,11 +176,14 @@ def run_jobs(jobs: Sequence[Job], repeats: int, out: Path | None, *, shrink: boo
         rates_at_start=rates,
     )
     for job in jobs:
+        if minutes is not None and time.perf_counter() - started > 60 * minutes:
+            results.left_out.append(job.case)
+            continue
         results.cases.append(run_job(job, repeats))
         print("\n" + case_table(results.compared().cases[-1]), flush=True)
         _write(results, out)
-    results.rates_at_end = measure_rates(tiny=shrink)
-    results.is_complete = True
+    results.rates_at_end, results.card_at_end = measure_rates(tiny=shrink), card()
+    results.is_complete = not results.left_out
     print("\n\nAgainst the better of the limits at the start and at the end:\n\n" + closing_text(results.compared()))
     _write(results, out)
     return int(any(case.error is not None for case in results.cases))
@@ -179,7 +200,9 @@ def run_job(job: Job, repeats: int) -> CaseResult:
             measured = harness.run(job.shapes, repeats)
         else:
             preset = MODELS.get(job.model, job.model)
-            measured = ON_A_MODEL[job.case](make_workload(preset, job.dtype, job.shapes, repeats))
+            has_adapters = job.case == "lora"
+            workload = make_workload(preset, job.dtype, job.shapes, repeats, has_adapters=has_adapters)
+            measured = ON_A_MODEL[job.case](workload)
         result.lines, result.checks, result.figures = measured.lines, measured.checks, measured.figures
     except Exception as error:
         result.error, result.traceback = f"{type(error).__name__}: {error}", traceback.format_exc()
@@ -240,6 +263,8 @@ def closing_text(results: Results) -> str:
     missed = sum(not check.is_met() for case in results.cases for check in case.checks)
     failed = sum(case.error is not None for case in results.cases)
     checks = sum(len(case.checks) for case in results.cases)
+    if results.left_out:
+        texts.append(f"left out, as the time was over: {', '.join(results.left_out)}")
     texts.append(f"{len(results.cases)} cases, {failed} failed; {checks} checks, {missed} missed")
     return "\n\n".join(texts)
 

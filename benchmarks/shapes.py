@@ -19,6 +19,9 @@ class Shapes:
         long_prompt_tokens, requests_per_prompt: prefill; the requests share one prompt or have one each.
         decode_batches, decode_prompt_tokens, decode_new_tokens: steady decoding, at several numbers of rows.
         requests, median_tokens, most_tokens: heavy-tailed rollout.
+        served_requests, served_prompt_tokens, served_new_tokens: requests of one size, all at once.
+        mixed_requests, mixed_tokens: requests whose prompts and answers have from the first number of tokens to the
+            second, drawn as nano-vllm's benchmark draws them.
         growth_requests, growth_tokens: rollout that is then made four times as large; answers have half to one and a
             half times so many tokens.
         rows, row_prompt_tokens, row_tokens: update and scoring; `row_tokens` includes the prompt.
@@ -40,6 +43,11 @@ class Shapes:
     requests: int = 256
     median_tokens: int = 64
     most_tokens: int = 1024
+    served_requests: int = 64
+    served_prompt_tokens: int = 64
+    served_new_tokens: int = 32
+    mixed_requests: int = 32
+    mixed_tokens: tuple[int, int] = (16, 128)
     growth_requests: int = 256
     growth_tokens: int = 32
     rows: int = 64
@@ -61,10 +69,15 @@ ACCELERATOR = replace(
     prompt_tokens=512,
     new_tokens=512,
     slots=128,
-    decode_batches=(64, 128, 256),
+    decode_batches=(128, 256),
     decode_prompt_tokens=512,
     decode_new_tokens=512,
     requests=1024,
+    served_requests=500,
+    served_prompt_tokens=512,
+    served_new_tokens=128,
+    mixed_requests=256,
+    mixed_tokens=(100, 1024),
     growth_requests=1024,
     growth_tokens=128,
     rows=8,
@@ -89,6 +102,11 @@ TINY = Shapes(
     requests=8,
     median_tokens=4,
     most_tokens=16,
+    served_requests=6,
+    served_prompt_tokens=8,
+    served_new_tokens=4,
+    mixed_requests=5,
+    mixed_tokens=(2, 16),
     growth_requests=8,
     growth_tokens=8,
     rows=4,
@@ -115,6 +133,20 @@ def heavy_tailed_lengths(count: int, median: int, longest: int, seed: int = 0) -
     lengths = [max(1, round(median * math.exp(spread * quantile))) for quantile in quantiles]
     random.Random(seed).shuffle(lengths)
     return lengths
+
+
+def mixed_requests(count: int, fewest: int, most: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Prompts, and numbers of tokens to sample, as nano-vllm's `bench.py` draws them.
+
+    Its table counts 133,966 sampled tokens for 256 requests of 100 to 1,024 tokens.
+
+    >>> prompts, answers = mixed_requests(256, 100, 1024)
+    >>> len(prompts), sum(map(len, prompts)), sum(answers)
+    (256, 142827, 133966)
+    """
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(fewest, most))] for _ in range(count)]
+    return prompts, [rng.randint(fewest, most) for _ in range(count)]
 
 
 def even_lengths(count: int, mean: int, seed: int = 0) -> list[int]:

@@ -5,6 +5,7 @@ import contextlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxft
+from jaxft.core.partition import combine, partition
 from jaxft.core.types import Params
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.requests import Request
@@ -26,9 +28,11 @@ class Workload:
     """A model that computes in one dtype, the counts of the work, and the number of timed repeats.
 
     Attributes:
-        params: float32, whatever the model computes in. They must not be donated; see `fresh_params`.
+        params: float32, whatever the model computes in, but for a frozen base. They must not be donated; see
+            `fresh_params`.
     """
 
+    preset: str
     config: jaxft.DecoderConfig
     model: jaxft.Model
     params: Params
@@ -42,8 +46,9 @@ class Workload:
         return jnp.dtype(self.dtype).itemsize
 
     def fresh_params(self) -> Params:
-        """A copy of the parameters to donate."""
-        return jax.tree.map(jnp.copy, self.params)
+        """The parameters with a copy of those that are trained, to donate."""
+        trained, frozen = partition(self.model, self.params)
+        return combine(jax.tree.map(jnp.copy, trained), frozen)
 
     def decode_params(self) -> Params:
         """The parameters as decoding reads them."""
@@ -61,7 +66,7 @@ class Workload:
         return make_batch(np.array(tokens, np.int32), shapes.row_prompt_tokens)
 
     @contextlib.contextmanager
-    def policy(self, *, slots: int, max_context_tokens: int) -> Iterator[jaxft.Policy]:
+    def policy(self, *, slots: int, max_context_tokens: int, cache_tokens: int | None = None) -> Iterator[jaxft.Policy]:
         """A live policy with a copy of the parameters, closed at the end of the block."""
         policy = jaxft.Policy(
             self.model,
@@ -71,6 +76,7 @@ class Workload:
             seed=0,
             slots=slots,
             max_context_tokens=max_context_tokens,
+            cache_tokens=cache_tokens,
         )
         try:
             yield policy
@@ -78,12 +84,18 @@ class Workload:
             policy.close()
 
 
-def make_workload(preset: str, dtype: str, shapes: Shapes, repeats: int) -> Workload:
-    """A workload on a preset with random weights, computing in `dtype`."""
-    config = jaxft.model_preset(preset)
-    compute_dtype = None if dtype == "float32" else dtype
-    model, params = jaxft.init_model(config, jax.random.key(0), compute_dtype=compute_dtype)
-    return Workload(config, model, jax.block_until_ready(params), shapes, dtype, repeats)
+@lru_cache(maxsize=1)
+def _initialized(preset: str, dtype: str, has_adapters: bool) -> tuple[jaxft.Model, Params]:
+    compute_dtype, lora = None if dtype == "float32" else dtype, jaxft.LoraSpec(16, 32.0) if has_adapters else None
+    of_base = dtype if has_adapters else "float32"
+    model, params = jaxft.init_model(preset, jax.random.key(0), dtype=of_base, compute_dtype=compute_dtype, lora=lora)
+    return model, jax.block_until_ready(params)
+
+
+def make_workload(preset: str, dtype: str, shapes: Shapes, repeats: int, *, has_adapters: bool = False) -> Workload:
+    """A workload on a preset with random weights, computing in `dtype`; cases that follow share the weights."""
+    model, params = _initialized(preset, dtype, has_adapters)
+    return Workload(preset, jaxft.model_preset(preset), model, params, shapes, dtype, repeats)
 
 
 def make_batch(tokens: np.ndarray, prompt_tokens: int, advantages: Any = None) -> jaxft.Batch:

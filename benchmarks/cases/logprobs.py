@@ -1,5 +1,9 @@
 """Scoring of given tokens with the trainer's forward pass, and the sampler's distance from it."""
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -14,22 +18,30 @@ MOST_DIFFERENCE_NATS = {"float32": 1e-5, "bfloat16": 0.01}
 """Mean absolute difference of log-probabilities between sampler and trainer, by the dtype of products."""
 
 
-def run(workload: Workload) -> Measured:
-    """Tokens per second. `generate` and the engine must agree with the trainer."""
-    shapes, measured = workload.shapes, Measured()
-    tokens = workload.training_batch().tokens
-    score = jax.jit(lambda params, tokens: jaxft.token_logprobs(workload.model, params, tokens).logprobs)
+@cache
+def scorer(model: jaxft.Model) -> Callable[[Any, Any], Any]:
+    """The function `(params, tokens) -> logprobs`."""
+    return jax.jit(lambda params, tokens: jaxft.token_logprobs(model, params, tokens).logprobs)
+
+
+def run_scores(workload: Workload) -> Measured:
+    """Tokens per second."""
+    shapes, score, tokens = workload.shapes, scorer(workload.model), workload.training_batch().tokens
     jobs = {"score": lambda number: jax.block_until_ready(score(workload.params, tokens))}
     scored_tokens = shapes.row_tokens - 1
-    measured.lines.append(
-        Line(
-            name=f"{shapes.rows} rows of {shapes.row_tokens} tokens, all scored",
-            amount=shapes.rows * shapes.row_tokens,
-            seconds=in_turn(jobs, workload.repeats)["score"],
-            phases=[roofline.score(workload.config, shapes.rows, shapes.row_tokens, scored_tokens, workload.itemsize)],
-            shape={"rows": shapes.rows, "row_tokens": shapes.row_tokens},
-        )
+    line = Line(
+        name=f"{shapes.rows} rows of {shapes.row_tokens} tokens, all scored",
+        amount=shapes.rows * shapes.row_tokens,
+        seconds=in_turn(jobs, workload.repeats)["score"],
+        phases=[roofline.score(workload.config, shapes.rows, shapes.row_tokens, scored_tokens, workload.itemsize)],
+        shape={"rows": shapes.rows, "row_tokens": shapes.row_tokens},
     )
+    return Measured(lines=[line])
+
+
+def run(workload: Workload) -> Measured:
+    """Tokens per second. `generate` and the engine must agree with the trainer."""
+    measured, score = run_scores(workload), scorer(workload.model)
     for name, rows, recorded in (("generate", *_generated(workload)), ("engine", *_served(workload))):
         difference = np.abs(np.asarray(score(workload.params, rows)) - recorded)[recorded != 0]
         measured.figures[f"most_difference_nats, {name}"] = float(difference.max())

@@ -186,6 +186,17 @@ def sampler_mismatch(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"the sampler's log-probabilities are {difference:.2g} nats from the trainer's, on average per token"
 
 
+@_trouble("slow device", "see docs/accelerators.md#a-slow-step")
+def slow_device(metrics: Metrics, baseline: Baseline) -> str | None:
+    """Return a sentence if updates or decoding reach less than a tenth of the device's ceiling; else None."""
+    ceilings = {"updates": ("train_mfu", "arithmetic"), "decoding": ("decode_bandwidth_share", "bandwidth")}
+    shares = {work: (metrics[name], limit) for work, (name, limit) in ceilings.items() if name in metrics}
+    if min(metrics["train_mfu"], *(share for share, _ in shares.values())) >= 0.1:
+        return None
+    said = ", ".join(f"{work} {share:.1%} of its {limit}" for work, (share, limit) in shares.items())
+    return f"less than a tenth of what the device can do: {said}"
+
+
 class Health:
     """Follows the epochs of a run.
 

@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.components.frozen_weights import load_reference, load_teacher
 from jaxft.components.run_card import run_card
+from jaxft.components.speed import Speed
 from jaxft.components.training_job import Job, JobInput, is_too_stale, make_learner, outcome, why_refused
 from jaxft.core.partition import BASE
 from jaxft.errors import (
@@ -116,6 +117,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._jobs: dict[str, Job] = {}
         self._bad_batches = bad_batches
         self._reported_compiles = 0
+        self._speed = Speed(policy)
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Store the run's configuration, and choose the checkpoint policy if that is left to the adapter.
@@ -278,7 +280,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             return await self.policy.read(lambda params: self.learner.measure(data.rows, params, self.policy.pause))
 
     async def _run(self, job: Job, given: JobInput) -> None:
-        started, run_id = time.perf_counter(), job.status.run_id
+        started, run_id, device = time.perf_counter(), job.status.run_id, self.policy.device_seconds()
         files: list[str] = []
         try:
             with user_code(), self._memory_errors():  # whatever stops the job becomes its status
@@ -296,7 +298,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         metrics |= given.data.metrics
         compiles = self.policy.compiles
         timings = {"seconds_update": time.perf_counter() - started, "compiles": compiles.count}
-        timings |= peak_bytes(self.policy.model.sharding)
+        timings |= peak_bytes(self.policy.model.sharding) | self._speed.of_job(self.learner.trained_lengths, device)
         compiled, self._reported_compiles = compiles.names(self._reported_compiles), compiles.count
         metadata: dict[str, Any] = {"metrics": metrics, "timings": timings, "compiled": compiled}
         metadata |= {"token_scores": given.scores.rows()} if given.scores.indices else {}

@@ -30,6 +30,9 @@ COLUMNS = {
     "preference_accuracy": "preferred",
     "curriculum_percentile": "curriculum",
     "tokens_per_second": "tok/s",
+    "train_tokens_per_second": "train tok/s",
+    "train_mfu": "MFU",
+    "decode_bandwidth_share": "bandwidth",
     "seconds": "seconds",
 }
 """Metrics of the progress line, and the words they are shown under."""

@@ -160,7 +160,7 @@ class LoggedTrainer(Trainer):
         seen = await self.get_metrics(run_id)
         await self.call_back(self.trainer_config.on_epoch_end, run_id, metrics=seen, epoch=self.epoch)
         logged = await self.get_metrics(run_id)
-        for line in self._health.lines(metrics):
+        for line in self._health.lines({**metrics, **timings}):
             self.log.console.message(f"{run_id}: {line}")
         self.log_progress(self.epoch, logged)
         return logged if self._count_epoch(status, logged) else None

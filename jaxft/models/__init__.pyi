@@ -6,6 +6,15 @@ from .decoder_sharding import (
 from .attention import (
     MOST_SCORES as MOST_SCORES,
 )
+from .ceilings import (
+    CHIPS as CHIPS,
+    Chip as Chip,
+    attention_flops as attention_flops,
+    block_weights as block_weights,
+    head_weights as head_weights,
+    model_flops as model_flops,
+    tokens_seen as tokens_seen,
+)
 from .decoder import (
     AUTO_REMATS as AUTO_REMATS,
     Remat as Remat,

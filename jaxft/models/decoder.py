@@ -248,7 +248,8 @@ def decode(
     layers, written = params["decoding_layers"], []
     bind = block_binder(config, net.lora if has_adapters(layers[0]) else None, is_joined=True)
     for layer, kind, pages in zip(map(bind, layers), config.kinds, cache, strict=True):
-        x, pages = layer(x, kind, context, pages)
+        with jax.named_scope("layers"):
+            x, pages = layer(x, kind, context, pages)
         written.append(pages)
     return norm_binder(config)(norm)(x, in_halves=context.in_halves), tuple(written)
 

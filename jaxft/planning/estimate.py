@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from jaxft import DecoderConfig, LoraSpec, Sharding
 from jaxft.core import ADAPTER, BASE, default_chunk_tokens, device_bytes
-from jaxft.models import Remat, layer_runs, parameter_shapes
-from jaxft.planning.flops import block_weights, head_weights
+from jaxft.models import Remat, block_weights, head_weights, layer_runs, parameter_shapes
 from jaxft.rollout import PREFILL_TOKENS_ELSEWHERE
 
 Platform = Literal["gpu", "tpu"]

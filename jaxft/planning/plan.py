@@ -19,11 +19,11 @@ from jaxft.components import PlannedRun, Programs, mesh_shape, planned_run, reso
 from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import run_main
-from jaxft.models import AUTO_REMATS, MOST_SCORES, Choice, Remat
+from jaxft.models import AUTO_REMATS, MOST_SCORES, Choice, Remat, model_flops
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import sampling_bytes, update_bytes
-from jaxft.planning.flops import kernel_flops, messages, model_flops
+from jaxft.planning.flops import kernel_flops, messages
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs import Console
 from jaxft.training import peak, phases

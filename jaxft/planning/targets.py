@@ -1,48 +1,14 @@
 """Accelerators to plan for: their limits, and their names as in `h200x1`, `v5e-8`.
 
-Limits are the makers' own: memory, its bandwidth, dense bfloat16 operations and links to other chips. No program gets
-all of them, so times computed from them are lower bounds.
+Their limits are those of `jaxft.models.ceilings`. No program gets all of them, so times computed from them are lower
+bounds.
 """
 
 from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-GIB = 2**30
-
-
-class Chip(NamedTuple):
-    """An accelerator, as one jax device.
-
-    Attributes:
-        name: name in messages.
-        platform: platform of jax: "gpu" or "tpu".
-        memory_bytes: bytes that programs and their arrays can have; of a GPU, all that it has.
-        bytes_per_second: bandwidth of its memory.
-        flops_per_second: dense bfloat16 operations.
-        link_bytes_per_second: bytes that it sends to other chips of its host or pod, all links together.
-        network_bytes_per_second: bytes that it sends to chips of other hosts: of a pod the same, of GPUs its part of a
-            usual network (an adapter of 200 Gbit/s for each A100, of 400 for each H100 and H200).
-    """
-
-    name: str
-    platform: Literal["gpu", "tpu"]
-    memory_bytes: int
-    bytes_per_second: float
-    flops_per_second: float
-    link_bytes_per_second: float
-    network_bytes_per_second: float
-
-
-CHIPS = {
-    "a100": Chip("NVIDIA A100-SXM4-80GB", "gpu", 85_094_825_984, 2_039e9, 312e12, 300e9, 25e9),
-    "h100": Chip("NVIDIA H100 80GB HBM3", "gpu", 84_929_347_584, 3_350e9, 989e12, 450e9, 50e9),
-    "h200": Chip("NVIDIA H200", "gpu", 150_754_820_096, 4_800e9, 989e12, 450e9, 50e9),
-    "v5e": Chip("TPU v5e", "tpu", int(15.75 * GIB), 819e9, 197e12, 200e9, 200e9),
-    "v6e": Chip("TPU v6e", "tpu", int(31.25 * GIB), 1_640e9, 918e12, 448e9, 448e9),
-    "v5p": Chip("TPU v5p", "tpu", int(95.74 * GIB), 2_765e9, 459e12, 600e9, 600e9),
-}
-"""Chips by the first part of a target's name."""
+from jaxft.models import CHIPS, Chip
 
 CORES = {"v5p": 2}
 """TensorCores of a chip that are one jax device; the makers' names, such as v5p-16, count these."""

@@ -92,11 +92,17 @@ class PrefillRow(NamedTuple):
 
 @dataclass
 class Counts:
-    """Numbers of tokens so far: prompt tokens prefilled and reused from the prefix cache, and tokens sampled."""
+    """Numbers of tokens so far: prompt tokens prefilled and reused from the prefix cache, and tokens sampled.
+
+    `decode_steps` are those of programs that decode, each of which reads the weights, and `seen_tokens` the tokens
+    whose keys and values all rows read in them.
+    """
 
     prefilled_tokens: int = 0
     reused_tokens: int = 0
     decoded_tokens: int = 0
+    decode_steps: int = 0
+    seen_tokens: int = 0
 
 
 @dataclass
@@ -259,6 +265,7 @@ class ModelRunner:
         """Yield slots of each program, whether it has few rows, its page tables, and the choice of its slots."""
         pages = {row.slot: row.pages for row in rows}
         columns = {row.slot: pages_for(row.num_tokens + num_steps - 1) for row in rows}
+        self.counts.seen_tokens += num_steps * sum(row.num_tokens for row in rows)
         for slots, is_few in split_batch(columns, self.slots, self._few_rows):
             if is_few:
                 assert self._few_rows is not None
@@ -268,6 +275,7 @@ class ModelRunner:
             else:
                 tables = self._tables([pages.get(slot, ()) for slot in range(self.slots)], self.slots)
                 yield slots, False, tables, np.isin(np.arange(self.slots), slots)
+            self.counts.decode_steps += num_steps
 
     def read(self, dispatch: Dispatch) -> tuple[SampledTokens, Bool[np.ndarray, "R"]]:
         """Wait for a dispatch, and return its tokens in one table of all slots, and which slots go on."""

@@ -261,6 +261,11 @@ class Policy:
         """The engines of the policy and its snapshots."""
         return [self.engine, *(snapshot.engine for snapshot in self.snapshots.values())]
 
+    @property
+    def sampling_devices(self) -> list[Any]:
+        """The devices that sample, of this process."""
+        return compute_devices(self._sampler.sharding)
+
     def device_seconds(self) -> dict[str, float]:
         """Return the seconds that the device thread has spent so far: `sampling`, `training`, `other` and `idle`."""
         return self._device.seconds()
@@ -360,7 +365,7 @@ class Policy:
     def devices(self) -> list[str]:
         """Names of the devices that hold the parameters."""
         found = {device for leaf in jax.tree.leaves(self.weights.trained) for device in leaf.sharding.device_set}
-        found |= set(compute_devices(self._sampler.sharding)) if self.has_own_sampler else set()
+        found |= set(self.sampling_devices) if self.has_own_sampler else set()
         ordered = sorted(found, key=lambda device: device.id)
         return [f"{device.device_kind} ({device.platform} {device.id})" for device in ordered]
 

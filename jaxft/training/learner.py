@@ -110,6 +110,7 @@ class Learner:
         teacher: weights of the teacher; None without one.
         value_head: value head of ppo; None for other losses.
         jobs: number of jobs run.
+        trained_lengths: tokens of each sequence of the last job, prompts included, once for each of its updates.
         bad_updates: number of non-finite updates since the last finite one.
     """
 
@@ -168,6 +169,7 @@ class Learner:
         self.reference = reference
         self.value_head: Params | None = None
         self.jobs = self.bad_updates = 0
+        self.trained_lengths: list[int] = []
         self._applied_jobs = 0
 
     def _use(self, model: Model) -> None:
@@ -231,6 +233,7 @@ class Learner:
             state, of_update = self._update(state, minibatch.microbatches(), pause)
             history.append(of_update | {"batch_rows": minibatch.packing.height})
         params = self._keep(state)
+        self.trained_lengths = [int(tokens) for each in minibatches for tokens in each.packing.lengths]
         self.jobs += 1
         history = [with_sample_size(of_update) for of_update in jax.device_get(history)]
         metrics |= self._merge(history, minibatches, keep_bad)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from records import Results
-from run import CASES, SUITES, Job, main, run_job
+from run import ON_CPU, ON_GPU, SUITES, Job, main, run_job
 from shapes import TINY
 
 RATIOS = (
@@ -34,7 +34,7 @@ def cases(results):
 @pytest.mark.long
 def test_all_cases_are_in_the_file(results):
     assert results.is_complete and results.rates_at_end is not None
-    assert tuple(case.case for case in results.cases) == CASES
+    assert tuple(case.case for case in results.cases) == ON_CPU
     assert {case.model for case in results.cases} == {"tiny", None}
     assert results.shapes["prompt_tokens"] == TINY.prompt_tokens
     assert {"jax", "jaxlib", "flax", "optax", "numpy", "python", "jaxft"} <= results.environment["versions"].keys()
@@ -70,7 +70,7 @@ def test_checks_that_do_not_depend_on_time_hold(results):
     assert {check.name for check in checks} >= set(RATIOS)
     structural = [check for check in checks if check.name not in RATIOS]
     missed = [check.name for check in structural if not check.is_met() and "compilations" not in check.name]
-    assert len(structural) == 10 and missed == []
+    assert len(structural) == 9 and missed == []
 
 
 @pytest.mark.long
@@ -115,8 +115,19 @@ def test_the_suite_for_an_accelerator(tmp_path):
     out = tmp_path / "gpu.json"
     assert main(["--suite", "gpu", "--shrink", "--repeats", "1", "--out", str(out)]) == 0
     cases = {case.case: case for case in Results.model_validate_json(out.read_text()).cases}
-    assert tuple(cases) == CASES
-    assert all(check.is_met() for check in cases["logprobs"].checks)
+    assert tuple(cases) == ON_GPU
+    served = {check.name: check.is_met() for check in cases["serve"].checks}
+    assert len(served) == 2 and all(served.values())
+    (alike, mixed) = cases["serve"].lines
+    assert (alike.unit, alike.amount, mixed.unit, mixed.shape["requests"]) == ("requests", 6, "tokens", 5)
+
+
+@pytest.mark.long
+def test_adapters_and_the_distance_of_the_sampler(tmp_path):
+    out = tmp_path / "gpu.json"
+    assert main(["lora", "logprobs", "--suite", "gpu", "--shrink", "--repeats", "1", "--out", str(out)]) == 0
+    lora, logprobs = Results.model_validate_json(out.read_text()).cases
+    assert all(check.is_met() for check in (*lora.checks, *logprobs.checks))
 
 
 def test_unknown_cases_and_models_are_refused(capsys):
@@ -126,4 +137,12 @@ def test_unknown_cases_and_models_are_refused(capsys):
     assert "'decoding'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["decode", "--model", "m3"])
-    assert SUITES["gpu"].models == ("qwen3-0.6b", "qwen3-1.7b")
+    assert SUITES["gpu"].models == ("qwen3-0.6b",)
+
+
+def test_no_case_begins_after_the_time(tmp_path, capsys):
+    out = tmp_path / "results.json"
+    assert main(["harness", "--shrink", "--repeats", "1", "--minutes", "1e-9", "--out", str(out)]) == 0
+    results = Results.model_validate_json(out.read_text())
+    assert (results.cases, results.left_out, results.is_complete) == ([], ["harness"], False)
+    assert "harness" in capsys.readouterr().out

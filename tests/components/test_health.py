@@ -21,6 +21,8 @@ GOOD = {
     "effective_sample_fraction": 1.0,
     "sampler_logprob_diff_mean": 1e-7,
     "reward/right": 0.2,
+    "train_mfu": 0.4,
+    "decode_bandwidth_share": 0.7,
 }
 
 BAD = {
@@ -35,6 +37,7 @@ BAD = {
     "reward hacking": ({"reward_mean": 0.9, "reward/right": 0.1}, ["0.2 to 0.9", "'right'", "0.2 to 0.1"]),
     "off-policy": ({"effective_sample_fraction": 0.4, "staleness_mean": 3.0}, ["40%", "3 versions"]),
     "no signal": ({"no_signal_groups": 8, "reward_mean": 0.1}, ["8 of 8", "0.1"]),
+    "slow device": ({"decode_bandwidth_share": 0.07}, ["40.0%", "7.0%", "docs/accelerators.md"]),
     "sampler mismatch": ({"sampler_logprob_diff_mean": 0.06}, ["0.06 nats"]),
 }
 
