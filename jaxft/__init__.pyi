@@ -66,6 +66,9 @@ from .errors import (
     TooManyFailures as TooManyFailures,
     TrajectoryError as TrajectoryError,
 )
+from .harness.builder import (
+    Builder as Builder,
+)
 from .harness.config import (
     Config as Config,
     config_from_mapping as config_from_mapping,

@@ -162,7 +162,7 @@ def test_a_configuration_is_built_without_yaml(folder):
 
 def test_jaxft_has_all_names_of_the_table_of_imports():
     names = {name for names in imports().values() for name in names} - {"EvaluatorBaseConfig"}
-    assert len(names) == 40 and names <= set(jaxft.__all__)
+    assert len(names) == 41 and names <= set(jaxft.__all__)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import Any
 from jaxft.errors import CheckFailed, ConfigError, Stopped, without_secrets
 from jaxft.files import free_bytes
 from jaxft.harness.addresses import ServeConfig
-from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.builder import Builder
 from jaxft.harness.config import Config, config_secrets, load_config
 from jaxft.harness.config_merge import escape_fields, literal
 from jaxft.harness.data_models import EvaluationRunOutput, FinetuneConfig
@@ -238,7 +238,7 @@ async def serve(config: Config, port: int | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_models(config: Config, *, seed: int = 0) -> AsyncIterator[ComponentBuilder]:
+async def open_models(config: Config, *, seed: int = 0) -> AsyncIterator[Builder]:
     """Yield a builder of language models without a run, whose directory is a temporary one.
 
     Args:
@@ -253,5 +253,5 @@ async def open_models(config: Config, *, seed: int = 0) -> AsyncIterator[Compone
         RunDirectory.create(Path(folder)) as directory,
     ):
         console.mask = redactor()
-        async with ComponentBuilder(own, directory, console) as builder:
+        async with Builder(own, directory, console) as builder:
             yield builder

@@ -173,9 +173,12 @@ class EvalInput(DataModel):
 
 
 class EvalOutputItem(DataModel):
-    """One evaluator's score of one episode; None when the episode failed or the score is not a finite number."""
+    """One evaluator's score of one episode; None when the episode failed or the score is not a finite number.
 
-    id: str
+    An evaluator may give any `id`; that of the example takes its place.
+    """
+
+    id: Any
     score: float | None = Field(allow_inf_nan=False)
     reasoning: Any = None
     error: str | None = None

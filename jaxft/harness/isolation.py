@@ -50,7 +50,7 @@ class WorkerPool:
     """Workers of one configuration, which start when they are needed."""
 
     def __init__(self, builder: Any) -> None:
-        """Make a pool of the workers that make the components of a `ComponentBuilder`; nothing is started yet."""
+        """Make a pool of the workers that make the components of a `Builder`; nothing is started yet."""
         self._workers = [Worker(builder) for _ in range(builder.config.eval.general.max_concurrency)]
         self._free: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
         for worker in self._workers:

@@ -17,8 +17,8 @@ from jaxft.errors import (
     one_line,
     without_secrets,
 )
+from jaxft.harness.builder import Builder
 from jaxft.harness.checkpointing import Checkpointing, check_changes, find_changes, masked_paths, record, saved_config
-from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config, config_secrets, resolved_yaml, validation_config
 from jaxft.harness.config_help import differences_to_defaults
 from jaxft.harness.session import MODEL_FOLDER, Session, resume_command, run_environment
@@ -95,7 +95,7 @@ async def open_session(
             is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
             if is_continued:  # its defaults may have been others
                 config.resolve(saved_config(directory))
-            async with ComponentBuilder(_config_of_process(config), directory, shown_on) as builder:
+            async with Builder(_config_of_process(config), directory, shown_on) as builder:
                 has_loggers = config.finetuning.enabled and output_dir is None
                 about = await _prepare(config, builder, checkpointing, shutdown, has_loggers, is_continued=is_continued)
                 session = Session(config, directory, shown_on, builder, checkpointing, about)
@@ -111,7 +111,7 @@ async def open_session(
 
 async def _prepare(
     config: Config,
-    builder: ComponentBuilder,
+    builder: Builder,
     checkpointing: Checkpointing,
     shutdown: Shutdown | None,
     has_loggers: bool,
@@ -288,7 +288,7 @@ async def _check_alike(config: Config, num_examples: int, digest: str, now: str)
     return first[2]
 
 
-def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
+def _begin(builder: Builder, command: str | None) -> dict[str, Any]:
     """Write `environment.json` and `config.yml`, open `run.log`, and return the content of `environment.json`."""
     config, directory = builder.config, builder.directory
     about = run_environment(builder) | {
@@ -302,7 +302,7 @@ def _begin(builder: ComponentBuilder, command: str | None) -> dict[str, Any]:
     return about
 
 
-async def _go_on(builder: ComponentBuilder, checkpointing: Checkpointing) -> None:
+async def _go_on(builder: Builder, checkpointing: Checkpointing) -> None:
     """Check that the configuration is that of the same run, and find its checkpoint.
 
     No file changes before the checkpoint is restored, so that a failed resume can be repeated with other settings. If

@@ -21,8 +21,8 @@ from jaxft.errors import (
     one_line,
 )
 from jaxft.files import disk_errors
+from jaxft.harness.builder import Builder
 from jaxft.harness.checkpointing import Checkpointing
-from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import Config
 from jaxft.harness.contracts import Trainer, TrainerAdapter
 from jaxft.harness.data_models import (
@@ -81,7 +81,7 @@ class Session:
     config: Config
     directory: RunDirectory
     console: Console
-    builder: ComponentBuilder
+    builder: Builder
     checkpointing: Checkpointing
     about: dict[str, Any] | None
     loggers: Loggers = field(default_factory=Loggers)
@@ -358,7 +358,7 @@ class Session:
         self.console.message(f"written to {path}")
 
 
-def run_environment(builder: ComponentBuilder, *others: Path) -> dict[str, Any]:
+def run_environment(builder: Builder, *others: Path) -> dict[str, Any]:
     """Return the `environment` of this process, with the commit of the first source that is in a repository.
 
     The sources are the configuration file, the modules it imports, the script, and then `others`.

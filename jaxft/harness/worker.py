@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from jaxft.errors import RequestError, UserCodeError, WorkerError
 from jaxft.harness.addresses import ServeConfig
-from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.builder import Builder
 from jaxft.harness.config import Config
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import WeightedSumConfig, scored_values
@@ -150,7 +150,7 @@ class RunPeer(Peer):
             raise failure.error from None
 
 
-class Worker(ComponentBuilder):
+class Worker(Builder):
     """Makes the components of a worker, which the run calls; the language models that the run has are asked there.
 
     Attributes:

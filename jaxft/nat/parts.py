@@ -214,11 +214,11 @@ class JaxftTrainer(Trainer):
         return await self.own.run_validation_evaluation(epoch, run_id)
 
     async def get_metrics(self, run_id: str) -> dict[str, Any]:
-        """Return `{run_id, total_epochs, jobs}` with the reference and the status of each job."""
+        """Return `{run_id, total_epochs, jobs}` with the reference and the status of each job, without its arrays."""
         jobs = [
             {
                 "job_ref": TrainingJobRef(run_id=status.run_id, backend=status.backend).model_dump(),
-                "status": status.model_dump(),
+                "status": status.model_dump(exclude={"metadata": {"token_scores"}}),
             }
             for status in self._statuses
         ]

@@ -22,7 +22,7 @@ from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.components.local_policy import choices, lora_option, read_decoder_config, sharding_table
 from jaxft.core.partition import combine
 from jaxft.errors import ComponentError, ConfigError, ModelFileError, RestoreError
-from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.builder import Builder
 from jaxft.harness.config import load_config, resolved_yaml
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.models.decoder import decoder
@@ -469,7 +469,7 @@ def test_a_loss_that_cannot_be_is_refused_before_weights_are_read(tmp_path):
 
     async def make(config):
         with RunDirectory.create(tmp_path / "run") as directory:
-            async with ComponentBuilder(config, directory, Console(io.StringIO())) as builder:
+            async with Builder(config, directory, Console(io.StringIO())) as builder:
                 await builder.get_llm("policy")
 
     for loss, message in faults.items():
@@ -497,7 +497,7 @@ def test_snapshots_are_made_with_the_adapter_and_share_the_policy(tmp_path):
 
     async def main():
         with RunDirectory.create(tmp_path / "run") as directory:
-            async with ComponentBuilder(config, directory, Console(io.StringIO())) as builder:
+            async with Builder(config, directory, Console(io.StringIO())) as builder:
                 builder.now = datetime(2020, 2, 29)
                 adapter = await builder.get_trainer_adapter("local")
                 assert list(adapter.policy.snapshots) == ["old", "wide"]  # though nothing has asked for them

@@ -13,7 +13,7 @@ import pytest
 
 from jaxft.errors import DatasetError
 from jaxft.harness.arrow_datasets import HuggingFaceDatasetConfig, ParquetDatasetConfig, read_hub, read_parquet
-from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.builder import Builder
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.datasets import dataset_for_file, file_items, load_jsonl, row_items
 from jaxft.runs.console import Console
@@ -143,7 +143,7 @@ def test_a_configuration_chooses_them(toy_run, tmp_path):
     config = config_from_mapping(toy_run, base_dir=tmp_path)
 
     async def examples(directory):
-        async with ComponentBuilder(config, directory, Console()) as builder:
+        async with Builder(config, directory, Console()) as builder:
             return await builder.get_dataset()
 
     with RunDirectory.create(tmp_path / "run") as directory:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxft.errors import ComponentError, ConfigError, DatasetError, DiskFull, ToolsUnsupportedError
-from jaxft.harness.component_builder import ComponentBuilder
+from jaxft.harness.builder import Builder
 from jaxft.harness.config import config_from_mapping
 from jaxft.harness.data_models import EvalOutputItem
 from jaxft.harness.evaluators import BaseEvaluator, EvaluatorInfo
@@ -146,7 +146,7 @@ def build(mapping, tmp_path, use):
     async def main():
         config = config_from_mapping(mapping, base_dir=tmp_path)
         with RunDirectory.create(tmp_path / "run") as directory:
-            async with ComponentBuilder(config, directory, Console()) as builder:
+            async with Builder(config, directory, Console()) as builder:
                 return await use(builder)
 
     return asyncio.run(main())

@@ -188,7 +188,7 @@ def test_what_is_no_reward_is_an_error(given, options):
 @pytest.mark.parametrize(
     ("given", "reward", "reasoning"),
     [
-        (EvalOutputItem(id="?", score=0.5, reasoning="half of it"), 0.5, "half of it"),
+        (EvalOutputItem(id=7, score=0.5, reasoning="half of it"), 0.5, "half of it"),
         (EvalOutputItem(id="?", score=jnp.float32(0.5), reasoning={"steps": [1]}), 0.5, {"steps": [1]}),
         (EvalOutputItem(id="?", score=True), 1.0, None),
         (EvalOutputItem(id="?", score=None, reasoning="unreadable"), None, "unreadable"),

@@ -13,8 +13,8 @@ import pytest
 
 from jaxft.errors import ConfigError, JobFailed, NoLearningSignal, Stopped, TooManyFailures, TrajectoryError
 from jaxft.harness import runtime
+from jaxft.harness.builder import Builder
 from jaxft.harness.commands import finetune
-from jaxft.harness.component_builder import ComponentBuilder
 from jaxft.harness.config import config_from_mapping, load_config
 from jaxft.harness.opening import open_session
 from jaxft.harness.runtime import run_main, run_script
@@ -39,7 +39,7 @@ def test_what_an_earlier_run_has_left_is_freed_before_models_are_made(toy_run, t
         def __init__(self):
             self.itself = self
 
-    left, opened = weakref.ref(Cycle()), ComponentBuilder.open
+    left, opened = weakref.ref(Cycle()), Builder.open
 
     async def open_builder(builder):
         assert left() is None
@@ -48,7 +48,7 @@ def test_what_an_earlier_run_has_left_is_freed_before_models_are_made(toy_run, t
     async def use(session):
         return True
 
-    monkeypatch.setattr(ComponentBuilder, "open", open_builder)
+    monkeypatch.setattr(Builder, "open", open_builder)
     gc.disable()
     try:
         assert run(toy_run, tmp_path, use)

@@ -1,6 +1,6 @@
 """The component builder: makes each component of a configuration once, on first use, and closes them in reverse order.
 
-Factories receive the `ComponentBuilder` and ask it for other components by their names in the configuration.
+Factories receive the `Builder` and ask it for other components by their names in the configuration.
 """
 
 import asyncio
@@ -62,7 +62,7 @@ from jaxft.runs.loggers import Loggers, RunLogger
 _being_made: ContextVar[tuple[str, ...]] = ContextVar("jaxft_components_being_made", default=())
 
 
-class ComponentBuilder(ConfigBuilder):
+class Builder(ConfigBuilder):
     """Makes components by name, inside `async with`. What is added to its configuration is not written to files.
 
     Attributes:
@@ -77,7 +77,7 @@ class ComponentBuilder(ConfigBuilder):
     """
 
     def __init__(
-        self, config: Config, directory: RunDirectory, console: Console, lender: "ComponentBuilder | None" = None
+        self, config: Config, directory: RunDirectory, console: Console, lender: "Builder | None" = None
     ) -> None:
         """Make a builder; language models that are also in the configuration of `lender` are taken from `lender`."""
         super().__init__()
@@ -92,7 +92,7 @@ class ComponentBuilder(ConfigBuilder):
         self._components: dict[str, asyncio.Task[Any]] = {}
         self._closing = AsyncExitStack()
 
-    async def __aenter__(self) -> "ComponentBuilder":
+    async def __aenter__(self) -> "Builder":
         return self
 
     async def __aexit__(self, *exception: Any) -> None:
@@ -262,13 +262,13 @@ class ComponentBuilder(ConfigBuilder):
         """Return the validation of `eval.validation`; None without that section."""
         return await self._make_shared("validation", self._make_validation)
 
-    async def _read_validation(self) -> "tuple[ComponentBuilder, list[EvalInputItem]]":
+    async def _read_validation(self) -> "tuple[Builder, list[EvalInputItem]]":
         """Return the examples of `eval.validation`, and the component builder of the validation's configuration."""
         section, source = self.config.eval.validation, self
         config = self.validation or validation_config(self.config)
         assert section is not None
         if config is not self.config:
-            source = ComponentBuilder(config, self.directory, self.console, lender=self)
+            source = Builder(config, self.directory, self.console, lender=self)
             await self._closing.enter_async_context(source)
         if section.dataset is None:
             return source, await source.get_dataset()
