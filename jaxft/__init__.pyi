@@ -18,6 +18,9 @@ from .core.advantages import (
 from .core.checks import (
     check_batch as check_batch,
 )
+from .core.fused_head import (
+    fused_token_logprobs as fused_token_logprobs,
+)
 from .core.generate import (
     generate as generate,
 )

@@ -1,5 +1,8 @@
 """The public names of `jaxft.core`, each imported when it is first used; the outbuildings use no others."""
 
+from .fused_head import (
+    takes_fused_head as takes_fused_head,
+)
 from .logprobs import (
     default_chunk_tokens as default_chunk_tokens,
 )

@@ -13,32 +13,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
-from jaxft.core.divergence import MIN_LOGPROB, Teacher, divergence
+from jaxft.core.divergence import Teacher, divergence
+from jaxft.core.fused_head import fused_token_logprobs, takes_fused_head
 from jaxft.core.sharding import ROW_AXES, compute_platform
+from jaxft.core.softmax import Statistics, logprobs_by, scaling_temperature, softmax_statistics
 from jaxft.core.types import Model, Params, Scored, same_params
 
 CHUNK_LOGITS = 2**27
 """Default number of logits per chunk: 512 MiB of float32."""
 
+CHUNK_LOGITS_ON_GPUS = 2**29
+"""The same on GPUs, which have more memory, and add the head's gradient of each chunk to a sum in memory."""
+
 SKIPPED_LOGITS = 2**23
 """Least number of logits per chunk where chunks without a trained token are skipped: 32 MiB of float32."""
-
-SUM_BLOCK = 512
-"""Block size of sums over the vocabulary on CPUs, which add one by one: 150,000 terms would lose three digits."""
-
-Statistics = tuple[Float[Array, "N"], Float[Array, "N"], Float[Array, "N"], Float[Array, "N"]]
-"""Log-probability, entropy, largest logit, and log-sum-exp relative to it, of each token."""
-
-
-def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Return the divisor of the logits: the temperature, or 1 for greedy rows (temperature 0), scored unscaled.
-
-    Temperatures that are negative or not finite also give 1: dividing by them would make every gradient NaN.
-
-    >>> print(scaling_temperature(jnp.array([0.5, 0.0, jnp.nan])))
-    [0.5 1.  1. ]
-    """
-    return jnp.where((temperature > 0) & (temperature < jnp.inf), temperature, 1.0)
 
 
 def pack_bits(support: Bool[Array, "*N V"]) -> UInt32[Array, "*N W"]:
@@ -59,111 +47,21 @@ def unpack_support(words: UInt32[Array, "*N W"], vocabulary: int) -> Bool[Array,
     return (bits.reshape(*words.shape[:-1], -1)[..., :vocabulary] == 1) | is_whole
 
 
-def logits_logprobs(
-    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return each token's log-probability and its distribution's entropy, in nats, by `softmax(logits / temperature)`.
-
-    Arithmetic is float32 or wider, also for bfloat16 logits, whose own precision is off by up to 0.02 nats.
-    A temperature that is negative or not finite gives NaN, and no gradient. No gradient flows into temperatures.
-
-    >>> lp, entropy = logits_logprobs(jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([1]), jnp.array([1.0]))
-    >>> print(f"{lp[0]:.4f} {entropy[0]:.4f}")  # log(3/4); -(1/4 log 1/4 + 3/4 log 3/4)
-    -0.2877 0.5623
-    """
-    return _logprobs_by(softmax_statistics(logits, tokens, temperature), logits, tokens, temperature)
-
-
-def _logprobs_by(
-    statistics: Statistics, logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return `logits_logprobs`, given the statistics, so that a gradient does not compute them again."""
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    statistics = jax.lax.stop_gradient(statistics)
-    logprobs, entropy = _softmax_scores(logits, tokens, scaling_temperature(temperature), statistics)
-    is_temperature = (temperature >= 0) & (temperature < jnp.inf)
-    return jnp.where(is_temperature, logprobs, jnp.nan), jnp.where(is_temperature, entropy, jnp.nan)
-
-
-@jax.custom_jvp
-def _softmax_scores(
-    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"], statistics: Statistics
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return log-probability and entropy of each token, which are among the statistics."""
-    return statistics[:2]
-
-
-@_softmax_scores.defjvp
-def _softmax_scores_jvp(primals: Any, tangents: Any) -> Any:
-    """`T d log p_y = dz_y - sum(p dz)` and `T dH = -sum(p (log p + H) dz)`; the temperature is a constant."""
-    (logits, tokens, temperature, (chosen, entropy, shift, log_mass)), (d_logits, *_) = primals, tangents
-    logprobs = (logits - shift[:, None]) / temperature[:, None] - log_mass[:, None]  # [N V]
-    probs = jnp.exp(logprobs)
-    # A comparison instead of a gather, whose transpose is a scatter into a table of zeros.
-    is_chosen = (jnp.arange(logits.shape[-1]) == tokens[:, None]).astype(probs.dtype)
-    d_chosen = jnp.sum((is_chosen - probs) * d_logits, axis=-1)
-    d_entropy = -jnp.sum(probs * (jnp.maximum(logprobs, MIN_LOGPROB) + entropy[:, None]) * d_logits, axis=-1)
-    return (chosen, entropy), (d_chosen / temperature, d_entropy / temperature)
-
-
-def softmax_statistics(
-    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
-) -> Statistics:
-    """Return the statistics of `softmax(logits / temperature)`, without a gradient."""
-    logits = jax.lax.stop_gradient(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
-    temperature = scaling_temperature(temperature)
-    shift = logits.max(axis=-1)
-    mass, moment = _exp_sums((logits - shift[:, None]) / temperature[:, None])
-    log_mass = jnp.log(mass)
-    chosen = (jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - shift) / temperature - log_mass
-    # Neither term is negative. logsumexp(z) - sum(p z) is the same number, but loses digits where logits are large.
-    return chosen, log_mass - moment / mass, shift, log_mass
-
-
-def _exp_sums(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return `sum(e^x)` and `sum(x e^x)` over the last axis, in one pass without an intermediate of `x`'s size."""
-    # Other platforms add in trees; on TPUs the blocks of vocabularies that are not divisible would be copied.
-    return jax.lax.platform_dependent(x, cpu=_exp_sums_in_blocks, default=_sum_terms)
-
-
-def _sum_terms(x: Float[Array, "N *K"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    weights, moments = _exp_terms(x)
-    return weights.sum(axis=-1), moments.sum(axis=-1)
-
-
-def _exp_terms(x: Float[Array, "N *K"]) -> tuple[Array, Array]:
-    weights = jnp.exp(x)
-    return weights, weights * jnp.maximum(x, MIN_LOGPROB)
-
-
-def _exp_sums_in_blocks(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    def add(a: Any, b: Any) -> Any:
-        return a[0] + b[0], a[1] + b[1]
-
-    blocks = x.shape[-1] // SUM_BLOCK
-    split, zero = blocks * SUM_BLOCK, jnp.zeros((), x.dtype)
-    of_blocks = jax.lax.reduce(
-        _exp_terms(x[:, :split].reshape(len(x), blocks, SUM_BLOCK)), (zero, zero), add, dimensions=(2,)
-    )  # [N blocks] each
-    mass, moment = (of_block.sum(axis=-1) for of_block in of_blocks)
-    mass_of_rest, moment_of_rest = _sum_terms(x[:, split:])
-    return mass + mass_of_rest, moment + moment_of_rest
-
-
-def default_chunk_tokens(vocabulary: int, tokens: int, *, is_partial: bool) -> int:
+def default_chunk_tokens(vocabulary: int, tokens: int, platform: str, *, is_partial: bool) -> int:
     """Return the number of tokens per chunk on one device.
 
     Args:
         vocabulary: logits per token.
         tokens: tokens of the device.
+        platform: platform of the device.
         is_partial: True to make chunks small enough that some may be without a trained token, and are skipped.
 
-    >>> [default_chunk_tokens(2**17, 2**14, is_partial=is_partial) for is_partial in (False, True)]
-    [1024, 1024]
-    >>> [default_chunk_tokens(2**15, 2**11, is_partial=is_partial) for is_partial in (False, True)]
+    >>> [default_chunk_tokens(2**17, 2**14, platform, is_partial=False) for platform in ("cpu", "gpu", "tpu")]
+    [1024, 4096, 1024]
+    >>> [default_chunk_tokens(2**15, 2**11, "cpu", is_partial=is_partial) for is_partial in (False, True)]
     [4096, 256]
     """
-    fitting = max(16, CHUNK_LOGITS // vocabulary)
+    fitting = max(16, (CHUNK_LOGITS_ON_GPUS if platform == "gpu" else CHUNK_LOGITS) // vocabulary)
     if not is_partial:
         return fitting
     least = max(SKIPPED_LOGITS // vocabulary, -(-tokens // 16))
@@ -241,7 +139,7 @@ def token_logprobs(
         its_hidden, _ = teacher.model.apply(teacher_params, tokens, positions, segment_ids=segment_ids)
         scored.append(jax.lax.stop_gradient(its_hidden[:, :-1]))
     options = [None if each is None else each[:, 1:] for each in (completion_mask, supports)]
-    logprobs, entropy, *distances = _score(
+    logprobs, entropy, *others = _score(
         model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *options, *scored
     )
     next_values = None
@@ -258,7 +156,8 @@ def token_logprobs(
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
     values = None if next_values is None else shifted(next_values[:, :-1])
-    return Scored(shifted(logprobs), shifted(entropy), values, next_values, *map(shifted, distances))
+    scores = Scored(shifted(logprobs), shifted(entropy), values, next_values)
+    return scores._replace(**{"overflows" if teacher is None else "divergence": shifted(x) for x in others})
 
 
 def init_value_head(hidden_size: int) -> Params:
@@ -345,13 +244,15 @@ def _score(
     sharding = model.sharding
     if sharding is not None and sharding.devices == 1:
         sharding = None  # which changes no bit
+    devices, platform = sharding.devices if sharding else 1, compute_platform(model.sharding)
+    vocabulary, of_device = vocabulary_size(model, params), tokens.size // devices
+    is_plain = teacher is None and supports is None and not entropy_gradient and chunk_tokens is None
+    is_fused = is_plain and takes_fused_head(platform, of_device, vocabulary, hidden.dtype, model.logit_scale)
     if chunk_tokens is None:
         tables = 1 if teacher is None else 2  # the teacher's logits are in memory beside the policy's
-        devices = sharding.devices if sharding else 1
-        of_device = tables * vocabulary_size(model, params), tokens.size // devices
         # Small chunks cost more than they skip where adding up the head's gradient takes about as long as its product.
-        is_partial = completion_mask is not None and compute_platform(model.sharding) == "cpu"
-        chunk_tokens = default_chunk_tokens(*of_device, is_partial=is_partial) * devices
+        is_partial = completion_mask is not None and platform == "cpu"
+        chunk_tokens = default_chunk_tokens(tables * vocabulary, of_device, platform, is_partial=is_partial) * devices
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     head = params
@@ -359,14 +260,37 @@ def _score(
         head, hidden = _exchange_together(model.head(params), hidden)
     heads = (head, None if teacher is None or teacher_params is None else teacher.model.head(teacher_params))
     given: tuple[Any, ...] = completion_mask, supports, hidden, tokens, temperature, *teacher_hidden
+    compute: Callable[..., Any] = partial(
+        _score_in_chunks, model, teacher, entropy_gradient, -(-chunk_tokens // devices)
+    )
+    if is_fused:
+        compute = partial(_score_fused, model)
     if sharding is None:
-        return _score_in_chunks(model, teacher, entropy_gradient, chunk_tokens, heads, *given)
+        return compute(heads, *given)
     length = tokens.shape[1]
     added = -length % sharding.mesh.shape["tensor"]
     rows = jax.tree.map(lambda x: jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]), list(given))
-    compute = partial(_score_in_chunks, model, teacher, entropy_gradient, -(-chunk_tokens // sharding.devices))
     scores = sharding.map_shards(compute, heads, rows, ROW_AXES, "tensor")
     return jax.tree.map(lambda x: x[:, :length], scores)
+
+
+def _score_fused(
+    model: Model,
+    heads: tuple[Params, None],
+    completion_mask: Bool[Array, "B S"] | None,
+    supports: None,
+    hidden: Float[Array, "B S D"],
+    tokens: Int[Array, "B S"],
+    temperature: Float[Array, "B S"],
+) -> tuple[Float[Array, "B S"], ...]:
+    """Return log-probabilities, entropies and overflows of the tokens by `fused_token_logprobs`, on one device."""
+    assert model.logit_scale is not None
+    (head,) = heads[0].values()
+    mask = None if completion_mask is None else completion_mask.reshape(-1)
+    flat = hidden.reshape(-1, hidden.shape[-1]), head, tokens.reshape(-1), temperature.reshape(-1)
+    found = fused_token_logprobs(*flat, completion_mask=mask, logit_scale=model.logit_scale)
+    scores = found.logprobs, found.entropy, found.overflows.astype(jnp.float32)
+    return tuple(x.reshape(tokens.shape) for x in scores)
 
 
 def _score_in_chunks(
@@ -434,7 +358,7 @@ def _score_logits(
     within = logits if supports is None else jnp.where(unpack_support(supports, logits.shape[1]), logits, -jnp.inf)
     if statistics is None:
         statistics = softmax_statistics(within, tokens, temperature)
-    logprobs, entropy = _logprobs_by(statistics, within, tokens, temperature)
+    logprobs, entropy = logprobs_by(statistics, within, tokens, temperature)
     scores = logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
     if teacher is None:
         return scores, statistics

@@ -274,7 +274,7 @@ def dpo_loss(
         "chosen_reward": over_pairs(beta * (chosen - ref_chosen)),
         "rejected_reward": over_pairs(beta * (rejected - ref_rejected)),
         "chosen_nll": over_pairs(-chosen_mean),
-        "entropy": token_mean(scored.entropy, mask, denominators),
+        **_score_metrics(scored, mask, denominators),
     }
     loss = over_pairs(losses)
     if sft_coef:
@@ -299,7 +299,13 @@ def sft_loss(
     batch = as_batch(batch)
     denominators = _count(batch) if denominators is None else denominators
     scored, mask = score_batch(model, params, batch), batch.completion_mask
-    return token_mean(-scored.logprobs, mask, denominators), {"entropy": token_mean(scored.entropy, mask, denominators)}
+    return token_mean(-scored.logprobs, mask, denominators), _score_metrics(scored, mask, denominators)
+
+
+def _score_metrics(scored: Scored, mask: Bool[Array, "B T"], denominators: Denominators) -> Metrics:
+    """Return the mean entropy and, where it is counted, the share of tokens whose head overflowed."""
+    means = {"entropy": scored.entropy, "head_overflow_fraction": scored.overflows}
+    return {name: token_mean(x, mask, denominators) for name, x in means.items() if x is not None}
 
 
 def _count(batch: Batch) -> Denominators:
@@ -346,10 +352,10 @@ def _policy_terms(
         trajectory_tokens=batch.trajectory_tokens,
         denominators=denominators,
     )
-    entropy = token_mean(scored.entropy, mask, denominators)
+    of_scores = _score_metrics(scored, mask, denominators)
     if entropy_coef:
-        value = value - entropy_coef * entropy
-    metrics |= corrected | {"entropy": jax.lax.stop_gradient(entropy)}
+        value = value - entropy_coef * of_scores["entropy"]
+    metrics |= corrected | jax.tree.map(jax.lax.stop_gradient, of_scores)
     if batch.sampler_logprobs is not None:
         metrics |= sampler_agreement(
             old,

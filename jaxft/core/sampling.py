@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt, UInt32
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.core.logprobs import pack_bits, scaling_temperature, unpack_support
+from jaxft.core.logprobs import pack_bits, unpack_support
 from jaxft.core.reductions import invariant_sum, rounded, rounded_exp
+from jaxft.core.softmax import scaling_temperature
 
 COLDEST = 1e-6
 """The lowest temperature above 0; divided by a lower one, logits are too large for float32 to distinguish."""

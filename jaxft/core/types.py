@@ -48,6 +48,8 @@ class Model(NamedTuple):
         lora: rank, scale and targets of adapters, when parameters are `{"base": ..., "adapter": ...}` and only the
             adapters are trained (`jaxft.core.partition`); None when all parameters are.
         head: `params -> params`, the parameters that `unembed` reads, in the dtype of products.
+        logit_scale: factor of the logits where `unembed` is `logit_scale * hidden @ kernel.T` with the only array of
+            `head(params)`, `[V D]`; None where it is anything else, as with a soft cap.
         with_remat: `name -> Model`, the same model with another checkpoint policy, which decides the activations that
             the backward pass recomputes; None if there is only one.
     """
@@ -61,6 +63,7 @@ class Model(NamedTuple):
     sharding: Sharding | None = None
     lora: Hashable = None
     head: Callable[[Params], Params] = same_params
+    logit_scale: float | None = None
     with_remat: Callable[[Any], "Model"] | None = None
 
 
@@ -70,6 +73,8 @@ class Scored(NamedTuple):
     With a value head, `values[b, t]` is the value of `tokens[b, :t]`, before token t was chosen, and
     `next_values[b, t]` is the value of `tokens[b, :t + 1]`, also for the last token of a row or segment.
     `divergence` is that of the token's whole distribution from a teacher's; None without a teacher.
+    `overflows` is 1 for tokens on whose account the head's logits were computed twice; None unless the scores are those
+    of `fused_token_logprobs`.
     """
 
     logprobs: Float[Array, "B T"]
@@ -77,6 +82,7 @@ class Scored(NamedTuple):
     values: Float[Array, "B T"] | None = None
     next_values: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None
+    overflows: Float[Array, "B T"] | None = None
 
 
 class Denominators(NamedTuple):

@@ -179,6 +179,7 @@ def _model(net: Network) -> Model:
         sharding=net.sharding,
         lora=net.lora,
         head=partial(head, net),
+        logit_scale=net.config.logit_scale if net.config.logit_soft_cap is None else None,
         with_remat=lambda remat: _model(net._replace(remat=remat)),
     )
 

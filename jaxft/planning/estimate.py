@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft import DecoderConfig, LoraSpec, Sharding
-from jaxft.core import ADAPTER, BASE, default_chunk_tokens, device_bytes
+from jaxft.core import ADAPTER, BASE, default_chunk_tokens, device_bytes, takes_fused_head
 from jaxft.models import Remat, block_weights, head_weights, layer_runs, parameter_shapes
 from jaxft.rollout import PREFILL_TOKENS_ELSEWHERE
 
@@ -70,11 +70,12 @@ class UpdateBytes(NamedTuple):
             layer on.
         head: the head, gathered or cast, in the dtype of products; until its backward pass ends.
         head_gradient: sums of the head's gradient, not sharded: in float32, but in the dtype of products if there is
-            only one chunk.
+            only one chunk; a fused head has them twice, in slices and joined.
         exchanged: the head's gradient in the dtype of products, sharded; from the backward pass of the layers on.
         embedding_gradient: float32 sums of the embedding's gradient, not sharded.
         chunk: logits of one chunk in float32, their gradient in the dtype of products, and the hidden state of all
-            tokens with its gradient, cut into chunks.
+            tokens with its gradient, cut into chunks; of a fused head the exponentials of all tokens, and the hidden
+            state in float32.
         turn: activations that the layers of one turn keep, before they are written to `kept`; with adapters the
             products with the base and with the adapter, which are added then.
         layer: activations and gradients of one layer during its backward pass.
@@ -135,6 +136,7 @@ def update_bytes(
     compute_dtype: Any = jnp.bfloat16,
     param_dtype: Any = jnp.float32,
     is_packed: bool = True,
+    is_scored_alone: bool = True,
 ) -> UpdateBytes:
     """Return the bytes of temporaries, on each device, of the `gradient` program of `Update.programs`.
 
@@ -149,11 +151,12 @@ def update_bytes(
         compute_dtype: dtype of products and activations.
         param_dtype: dtype of the parameters, or of the base with adapters.
         is_packed: True if rows hold several sequences, which decides the kernel on GPUs.
+        is_scored_alone: True for a fused head where it fits, which a teacher or an entropy bonus excludes.
 
     >>> from jaxft.models.config import model_preset
     >>> given = {"config": model_preset("qwen3-0.6b"), "rows": 8, "tokens": 2048, "platform": "gpu"}
     >>> [f"{update_bytes(remat=remat, **given).peak / 2**30:.1f} GiB" for remat in ("dots", "full")]
-    ['15.4 GiB', '4.0 GiB']
+    ['19.4 GiB', '8.0 GiB']
     """
     dtype = jnp.dtype(compute_dtype)
     itemsize, is_cast, has_gradient = dtype.itemsize, jnp.dtype(param_dtype) != dtype, lora is None
@@ -166,17 +169,23 @@ def update_bytes(
     of_base, of_adapter = (_sharded_bytes(sharding, {"layers": tree["layers"]}, dtype) for tree in (base, adapter))
     vocabulary = head_weights(config)
     scored = -(-(rows // row_shards) * (tokens - 1) // tensor)
-    chunks = -(-scored // default_chunk_tokens(config.vocab_size, scored, is_partial=False))
+    scale = config.logit_scale if is_scored_alone and config.logit_soft_cap is None else None
+    is_fused = takes_fused_head(platform, scored, config.vocab_size, dtype, scale)
+    chunks = -(-scored // default_chunk_tokens(config.vocab_size, scored, platform, is_partial=False))
+    chunk = -(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden
+    if is_fused:
+        chunk = scored * (config.vocab_size * itemsize + 3 * config.hidden_size * FLOAT32)
+    of_sums = 2 * FLOAT32 if is_fused else FLOAT32 if chunks > 1 else itemsize
     kept = activations.kept(remat, _everything(activations, repeats_heads, config))
     return UpdateBytes(
         kept=config.num_layers * kept,
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
-        head_gradient=vocabulary * (FLOAT32 if chunks > 1 else itemsize) if has_gradient else 0,
+        head_gradient=vocabulary * of_sums if has_gradient else 0,
         exchanged=_sharded_bytes(sharding, {"embed": base["embed"]}, dtype) if has_gradient else 0,
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
-        chunk=-(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden,
+        chunk=chunk,
         turn=max(len(run.kinds) for run in layer_runs(config.kinds)) * kept * (1 if has_gradient else 2),
         # The feed-forward's three activations have a gradient each, the residual stream and its norm as well.
         layer=_recomputed_bytes(activations, repeats_heads, config) + 3 * activations.wide + 2 * activations.hidden,

@@ -181,6 +181,7 @@ def _compile(
 def estimate_update(programs: Programs) -> int:
     """Return the estimated bytes of temporaries of an update."""
     run, (rows, width) = programs.run, programs.rows_and_width()
+    loss = run.adapter.loss
     fused = update_bytes(
         run.model,
         rows=rows,
@@ -192,6 +193,7 @@ def estimate_update(programs: Programs) -> int:
         compute_dtype=programs.compute_dtype,
         param_dtype=programs.dtype,
         is_packed=programs.is_packed(),
+        is_scored_alone=not loss.entropy_coef and (loss.distillation is None or loss.distillation.is_sampled),
     )
     if programs.kernel().kernel != "xla":
         return fused.peak

@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, init_cache, page_axes
 from jaxft.core.decode import DecodeState, Masks, RowParams, SampledTokens, decode, draw, next_logits
-from jaxft.core.logprobs import scaling_temperature
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
 from jaxft.core.sharding import by_rows
+from jaxft.core.softmax import scaling_temperature
 from jaxft.core.types import Cache, Model, Params
 
 MAX_STOP_IDS = 8

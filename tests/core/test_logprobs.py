@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.logprobs import CHUNK_LOGITS, logits_logprobs, token_logprobs
+from jaxft.core.logprobs import CHUNK_LOGITS, token_logprobs
+from jaxft.core.softmax import logits_logprobs
 from jaxft.core.types import Model
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 4, 11

@@ -4,7 +4,8 @@
 jaxft compiles: `gradient` of `Update.programs`, `prefill` and `decode` of `ModelRunner.programs`. Weights are sharded
 over all chips of the target (`fsdp`); parameters are float32, with adapters (rank 16) the base is bfloat16; products
 are bfloat16. Rows are those of the whole mesh. Rows of DPO are not packed, nor those of models with windows on GPUs.
-Models are presets, or those of `benchmarks/published.py`, some with fewer layers.
+Models are presets, or those of `benchmarks/published.py`, some with fewer layers. Cases not marked `is_fused` have the
+head in chunks of tokens.
 """
 
 import json
@@ -50,16 +51,17 @@ def setting(case):
         lora=lora,
         param_dtype="float32" if lora is None else "bfloat16",
         is_packed=case.get("is_packed", case["loss"] != "dpo"),
+        is_scored_alone=case.get("is_fused", False),
     )
 
 
-def update_flops(config, rows, tokens, remat, lora=None):
+def update_flops(config, rows, tokens, remat, lora=None, is_fused=False):
     """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
 
     A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
     pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention` and
     `full` those of attention as well. The gradient of a norm of outputs needs the result of the last, which all but
-    `none` recompute; no other does. The logits are always computed twice.
+    `none` recompute; no other does. The logits are computed twice, but by a fused head once.
     """
     shapes = projection_shapes(config)
     kept = {"dots": tuple(shapes), "projections": tuple(path for path in shapes if path.startswith("self_attn"))}
@@ -74,7 +76,7 @@ def update_flops(config, rows, tokens, remat, lora=None):
             again = inputs if remat != "none" else 0  # the inner product is read by a gradient
             again += outputs if path in recomputed else 0
             of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
-    head = 2 * (3 if lora is not None else 4) * head_weights(config)
+    head = 2 * ((3 if lora is not None else 4) - is_fused) * head_weights(config)
     products = rows * tokens * config.num_layers * of_token + rows * (tokens - 1) * head
     return products + kernel_flops(config, rows, tokens, remat)
 
@@ -89,7 +91,8 @@ def test_products_of_updates_are_those_of_the_compiled_program(name):
     given = setting(CASES[name])
     config, tokens, remat = given["config"], given["tokens"], given["remat"]
     rows = given["rows"] // given["sharding"].row_shards
-    products = update_flops(config, rows, tokens, remat, given["lora"]) - kernel_flops(config, rows, tokens, remat)
+    whole = update_flops(config, rows, tokens, remat, given["lora"], given["is_scored_alone"])
+    products = whole - kernel_flops(config, rows, tokens, remat)
     assert products == pytest.approx(CASES[name]["flops"], rel=0.002)
 
 
@@ -145,7 +148,7 @@ def test_a_turn_of_layers_keeps_what_each_of_them_does():
     config = published("gemma-3-1b")  # 26 layers: 4 turns of 6, and 2
 
     def needed(config, lora):
-        given = dict(rows=8, tokens=2048, remat="dots", platform="gpu", is_packed=False)
+        given = dict(rows=8, tokens=2048, remat="dots", platform="gpu", is_packed=False, is_scored_alone=False)
         return update_bytes(config, lora=lora, param_dtype="bfloat16", **given)
 
     full, adapters = needed(config, None), needed(config, LoraSpec(16, 32.0))
