@@ -9,7 +9,7 @@ there both models are too large for that, or the larger one is whole. Bars, per 
     bytes of attention's kernels over the keys and values held: 1.15, for 256 rows of 600 tokens on average
     copies, concatenations, gathers and transposes of 1 % of the keys of a layer or more: none
     launches on GPUs: 14 a layer, and none that waits for the host
-    temporaries of prefill, Qwen3-8B: 1 GiB
+    temporaries of prefill: 0.2 GiB, Qwen3-8B 1 GiB
     CPU seconds to compile the programs of `warm_up`, Qwen3-0.6B on one device: 600
     Qwen3-8B on one H200: 256 requests that hold 1,200 tokens each fit beside the training of adapters
 """
@@ -42,7 +42,7 @@ MOST_BYTES = {8: 1.3, 256: 1.15}
 """Bytes of a step over those of weights and logits, by rows."""
 MOST_ATTENTION_BYTES = 1.15
 MOST_LAUNCHES = 14
-MOST_PREFILL_BYTES = GIB
+MOST_PREFILL_BYTES = {"qwen3-0.6b": GIB // 5, "qwen3-8b": GIB}
 MOST_COMPILE_SECONDS = 600
 WAITS = ("conditional", "while")
 """Opcodes of launches after which a GPU waits for the host."""
@@ -126,7 +126,7 @@ class EngineCase(NamedTuple):
             "slots": self.slots,
             "mesh": {"data": 1, "fsdp": 1, "tensor": chips} if chips > 1 else None,
             "lora": {"rank": 16} if self.lora else None,
-            **cache_fields(self.tokens),
+            "cache_tokens": self.tokens,
         }
         adapter = {"llm": "policy", "microbatch_tokens": 4 * CONTEXT_TOKENS, "optimizer": {"learning_rate": 1e-6}}
         return PlannedRun(
@@ -247,7 +247,7 @@ def measure_engine(
 # Where the engine's own names stand, and nowhere else.
 
 DECODE, PREFILL = "decode", "prefill"
-"""Names in `Programs.by_name` of the decoding of rows that filter nothing, and of the largest piece of a prompt."""
+"""Names in `Programs.by_name` of the decoding of rows that filter nothing, and of the largest program that prefills."""
 
 
 def steps_of_turn(trips: int | None) -> int:
@@ -257,16 +257,6 @@ def steps_of_turn(trips: int | None) -> int:
     (1, 1, 2)
     """
     return 1 if trips is None else max(1, round(max(DISPATCH_TOKENS) / trips))
-
-
-def block_tokens(platform: str) -> int:
-    """Return the tokens that a kernel of attention loads at once."""
-    return PAGE_TOKENS
-
-
-def cache_fields(tokens: int | None) -> dict[str, int]:
-    """Return the fields of a policy whose requests hold at most so many tokens in all."""
-    return {} if tokens is None else {"cache_tokens": tokens}
 
 
 def held_tokens(run: PlannedRun) -> int:
@@ -317,8 +307,8 @@ def measure_step(case: EngineCase, compile_run: Compile) -> StepResult:
     target, whole = find_target(case.target), programs_of(case.run(), find_target(case.target))
     pool, layers = pool_bytes(whole), whole.run.model.num_layers
     decoded = [compile_run(case.run(few), target, DECODE, pool) for few in case.depths]
-    has_prefill = case.model == "qwen3-8b" and case.slots == max(MOST_BYTES)
-    prefilled = [compile_run(case.run(few), target, PREFILL, pool) for few in case.depths if has_prefill]
+    has_prefill = case.slots == max(MOST_BYTES)
+    prefilled = [compile_run(case.run(case.depths.more), target, PREFILL, pool)] if has_prefill else []
     steps = [_step(case, each) for each in decoded]
     per_turn = [steps_of_turn(step.trips) for step in steps]
 
@@ -330,7 +320,7 @@ def measure_step(case: EngineCase, compile_run: Compile) -> StepResult:
     launches, outer = case.depths.per_layer(*(_scaled(step.counts, n) for step, n in zip(steps, per_turn, strict=True)))
     kernels = [_scaled(_attention(step), n) for step, n in zip(steps, per_turn, strict=True)]
     waits = sum(each.times for each in steps[1].launches if each.opcode in WAITS)
-    prefill = round(case.depths.at((each.temporaries for each in prefilled), layers)) if prefilled else None
+    prefill = prefilled[0].temporaries if prefilled else None  # the same from the third layer on
     copies, calls = list(decoded[1].copies), case.depths.per_layer(*kernels)[0]
     beside = at_depth(lambda step: step.attention_bytes) / layers
     checks = [
@@ -342,10 +332,10 @@ def measure_step(case: EngineCase, compile_run: Compile) -> StepResult:
         checks.append(at_most("launches of a layer", sum(launches.values()), MOST_LAUNCHES))
         checks.append(at_most("launches that wait for the host", waits, 0))
     if case.slots == len(row_lengths()) and calls:
-        ratio = attention_ratio(whole, case.platform, beside)
+        ratio = attention_ratio(whole, beside)
         checks.append(at_most("bytes of attention / keys and values held", ratio, MOST_ATTENTION_BYTES))
     if prefill is not None:
-        checks.append(at_most("bytes of prefill's temporaries", prefill, MOST_PREFILL_BYTES))
+        checks.append(at_most("bytes of prefill's temporaries", prefill, MOST_PREFILL_BYTES[case.model]))
     return StepResult(
         title=case.title,
         trips=steps[1].trips,
@@ -408,16 +398,15 @@ def loaded_tokens(lengths: Sequence[int], block: int) -> int:
     return sum(math.ceil(length / block) * block for length in lengths)
 
 
-def attention_ratio(programs: Programs, platform: str, beside: float) -> float:
+def attention_ratio(programs: Programs, beside: float) -> float:
     """Return the bytes of attention's kernels in a layer over those of the keys and values that 256 rows hold.
 
     Args:
         programs: the programs.
-        platform: gpu or tpu.
         beside: bytes that the kernels of a layer read and write beside the pages.
     """
     lengths, token = row_lengths(), 2 * pool_bytes(programs) / held_tokens(programs.run)
-    moved = loaded_tokens(lengths, block_tokens(platform)) + len(lengths)  # each row writes a token
+    moved = loaded_tokens(lengths, PAGE_TOKENS) + len(lengths)  # each row writes a token
     return (moved * token + beside) / (sum(lengths) * token)
 
 
@@ -444,8 +433,8 @@ def measure_fit(case: EngineCase, compile_run: Compile) -> tuple[dict[str, int],
     run, target = case.run(), find_target(case.target)
     limit, layers = memory_limit(target), run.model.num_layers
     temporaries = [
-        case.depths.at((compile_run(case.run(few), target, name, 0).temporaries for few in case.depths), layers)
-        for name in (DECODE, PREFILL)
+        case.depths.at((compile_run(case.run(few), target, DECODE, 0).temporaries for few in case.depths), layers),
+        compile_run(case.run(case.depths.more), target, PREFILL, 0).temporaries,
     ]
     held = programs_of(run, target).held() | {"sampling temporaries": round(max(temporaries))}
     for remat in AUTO_REMATS:
@@ -497,22 +486,3 @@ def rest_text(results: EngineResults) -> str:
     if results.fit_bytes:
         rows.append(f"  GiB: {', '.join(f'{name} {size / GIB:.2f}' for name, size in results.fit_bytes.items())}")
     return "\n".join([*rows, *map(check_text, results.checks)])
-
-
-TABLE_HEAD = (
-    "| decode | MB a step | of weights and logits | the same, all bytes | launches a layer | large copies |\n"
-    "|---|---:|---:|---:|---:|---:|"
-)
-"""Head of the table of `table_row`."""
-
-
-def table_row(step: StepResult, before: StepResult | None = None) -> str:
-    """Return a row of the table in the documentation, where given with the figures of an earlier engine before it."""
-
-    def cells(of: StepResult) -> list[str]:
-        ratios = [f"{size / of.least_bytes:.2f}" for size in (of.far_bytes, of.moved_bytes)]
-        return [f"{of.far_bytes / 1e6:,.0f}", *ratios, f"{sum(of.launches.values()):g}", str(len(of.copies))]
-
-    now = cells(step)
-    both = now if before is None else [f"{old} → {new}" for old, new in zip(cells(before), now, strict=True)]
-    return f"| {step.title} | {' | '.join(both)} |"

@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard as HubCard
 
 import jaxft
 from jaxft.cli import main
+from jaxft.components import local_adapter
 from jaxft.runs.console import Console
 from jaxft.runs.records import read_run
 
@@ -307,7 +308,8 @@ def test_conversations_to_learn_from_are_legal_games(tic_tac_toe):
 
 
 @pytest.mark.slow
-def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path):
+def test_a_strict_run_compiles_everything_before_its_second_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr(local_adapter, "warm_up_rounds", lambda platform: 3)  # the policy again, as on GPUs
     changes = {
         "trainers__loop__max_staleness": 1,
         "finetuning__num_epochs": 4,

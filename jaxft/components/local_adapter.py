@@ -19,6 +19,7 @@ from jaxft.components.run_card import run_card
 from jaxft.components.speed import Speed
 from jaxft.components.training_job import Job, JobInput, is_too_stale, make_learner, outcome, why_refused
 from jaxft.core.partition import BASE
+from jaxft.core.sharding import compute_platform
 from jaxft.errors import (
     CheckFailed,
     ComponentError,
@@ -42,6 +43,7 @@ from jaxft.hosts.group import process_group
 from jaxft.models.decoder import AUTO_REMATS
 from jaxft.models.peft import base_fingerprint
 from jaxft.rollout.client import ChatClient
+from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
@@ -216,6 +218,8 @@ class LocalTrainerAdapter(TrainerAdapter):
                 lambda params: (self.learner.warm_up(params, longest, self.policy.pause), None),
                 has_changed=lambda result: False,
             )
+            if warm_up_rounds(compute_platform(self.policy.model.sharding)) > 1:
+                await self.policy.warm_up()  # again, as the learner's programs were compiled since
             await self.policy.release_weights()
 
     def group_rewards(self, trajectories: TrajectoryCollection) -> list[GroupReward]:

@@ -11,6 +11,7 @@ Letters: `B` rows, `T` tokens, `D` hidden, `F` feed-forward, `H` query heads, `K
 layers, `V` vocabulary.
 """
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jaxft import DecoderConfig, LoraSpec, Sharding
 from jaxft.core import ADAPTER, BASE, default_chunk_tokens, device_bytes, takes_fused_head
 from jaxft.models import Remat, block_weights, head_weights, layer_runs, parameter_shapes
-from jaxft.rollout import PREFILL_TOKENS_ELSEWHERE
+from jaxft.rollout import prefill_programs
 
 Platform = Literal["gpu", "tpu"]
 
@@ -278,4 +279,5 @@ def sampling_bytes(
     if platform == "tpu":
         outputs = config.num_heads * config.head_dim + 2 * config.intermediate_size
         copied = VMEM_BYTES + (config.num_layers * config.hidden_size * outputs * itemsize if tensor == 1 else 0)
-    return SamplingBytes(prefill=PREFILL_TOKENS_ELSEWHERE * width * itemsize, decode=logits + copied)
+    places = max(math.prod(program) for program in prefill_programs(platform, slots // row_shards, length))
+    return SamplingBytes(prefill=places * width * itemsize, decode=logits + copied)

@@ -37,7 +37,7 @@ from .messages import (
     TOOL_NAME as TOOL_NAME,
 )
 from .model_runner import (
-    PREFILL_TOKENS_ELSEWHERE as PREFILL_TOKENS_ELSEWHERE,
+    prefill_programs as prefill_programs,
 )
 from .recorder import (
     ENDPOINT as ENDPOINT,

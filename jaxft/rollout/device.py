@@ -244,6 +244,14 @@ class CompileCounter:
             jax.monitoring.unregister_event_duration_listener(self._on_event)
 
 
+def warm_up_rounds(platform: str) -> int:
+    """Return how often a warm-up runs each program: on GPUs twice more, after all have been compiled.
+
+    The second run of a program records its CUDA graph, and making another program drops the graphs of all.
+    """
+    return 3 if platform == "gpu" else 1
+
+
 @contextlib.contextmanager
 def counting_compiles() -> Iterator[CompileCounter]:
     """Yield a `CompileCounter`, and close it at the end of the block."""

@@ -2,7 +2,7 @@
 
 Noise comes from a request's own key, and its row depends on its own tokens only. On a CPU neither the other requests
 nor slots, pages, order or eviction change a bit: all programs compute a row alike, and prompts are computed page by
-page, whatever is cached. On accelerators the width of a prompt's chunks follows from what is cached, so that
+page, whatever is cached. On accelerators the sizes of programs follow from what is cached and what else waits, so that
 log-probabilities may differ by rounding; tokens then differ where two are almost equally likely.
 
 A `Scheduler` gives slots and pages to requests, a `ModelRunner` has the arrays. The engine makes the runner compute
@@ -44,6 +44,9 @@ a long prompt delays no token of another request by more than that. Fewer decodi
 
 PROMPT_TOKENS = 512
 """Number of earlier tokens to which a chunk of a prompt attends on a CPU in about the time of all else."""
+
+PROGRAM_TOKENS = 2048
+"""Tokens up to which a program that prefills counts as one; a larger one counts as several."""
 
 
 @dataclass
@@ -305,7 +308,8 @@ class Engine:
             if not chunks:
                 return
             self._runner.prefill(params, chunks, width)
-            spent += 1 + max(chunk.start for chunk in chunks) / PROMPT_TOKENS
+            spent += max(1, len(chunks) * width / (PROGRAM_TOKENS * self._runner.row_shards))
+            spent += max(chunk.start for chunk in chunks) / PROMPT_TOKENS
 
     def _dispatch(self, params: Params, version: int) -> bool:
         """Queue the decoding of a few tokens of every request whose prompt is in its pages; False if there is none."""

@@ -40,6 +40,7 @@ from jaxft.rollout.decode_batch import (
     slot_shapes,
     split_batch,
 )
+from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.grammar import Constraint, LateEnd, Penalized
 from jaxft.rollout.requests import Request
 
@@ -49,13 +50,14 @@ DISPATCH_TOKENS = (2, 8)
 ADMISSION_ROWS = 8
 """Rows of the programs that put requests into slots or copy pages."""
 
-CHUNK_PAGES = {"cpu": (1,)}
-CHUNK_PAGES_ELSEWHERE = (1, 4, 16)
-"""Pages of a chunk of a prompt, by platform. On a CPU a chunk is a page, so that its bits do not depend on the rest."""
+PREFILL_PROGRAMS = {"cpu": ((1, 2),), "tpu": ((1, 32), (4, 8))}
+PREFILL_PROGRAMS_ELSEWHERE = (1, 8), (1, 32), (1, 128)
+"""Pages of a chunk of a prompt, and chunks, of each program that prefills, by platform; those of one width ascend.
 
-PREFILL_TOKENS = {"cpu": 128}
-PREFILL_TOKENS_ELSEWHERE = 2048
-"""Rows times width of a prefill program, by platform: few on a CPU, which is as efficient on few tokens as on many."""
+A page is the least padding, and on a CPU the bits of a chunk then do not depend on the rest. Chunks of one prompt
+follow each other in a program. A kernel on GPUs has blocks of a page of queries at most; that on TPUs has larger ones,
+so that chunks of a page would read earlier pages twice as often.
+"""
 
 LEAST_COUNTS = 1024
 """Least number of distinct tokens of a row that a program with penalties has room for; larger ones are powers of 2."""
@@ -63,6 +65,27 @@ LEAST_COUNTS = 1024
 FEW_ROWS, FEW_SHARE = {"cpu": 4}, 8
 """Least rows of the program for few requests, by platform, and the share of the slots that it has where that is more;
 other platforms decode all slots in one program."""
+
+
+def prefill_programs(platform: str, slots: int, length: int, num_pages: int | None = None) -> list[tuple[int, int]]:
+    """Return width, and rows on a row shard, of each program that prefills; none has more rows than requests fill.
+
+    Args:
+        platform: platform of the devices.
+        slots: slots of a row shard.
+        length: maximum number of tokens of a request.
+        num_pages: pages of a row shard; None for as many as all slots can need.
+
+    >>> prefill_programs("gpu", slots=128, length=1024), prefill_programs("gpu", slots=4, length=192)
+    ([(64, 8), (64, 32), (64, 128)], [(64, 8), (64, 12)])
+    """
+    columns, programs = pages_for(length), set()
+    widest = 1 << (columns - 1).bit_length()
+    for pages, rows in PREFILL_PROGRAMS.get(platform, PREFILL_PROGRAMS_ELSEWHERE):
+        pages = min(pages, widest)
+        most = slots * -(-columns // pages)  # each with a page of its own
+        programs.add((pages * PAGE_TOKENS, min(rows, most, most if num_pages is None else num_pages)))
+    return sorted(programs)
 
 
 class PrefillChunk(NamedTuple):
@@ -159,10 +182,8 @@ class ModelRunner:
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         platform = compute_platform(model.sharding)
         self._keeps_logits = platform == "cpu" and model.sharding is None  # a CPU maps new memory page by page
-        widest = 1 << (self.columns - 1).bit_length()
-        chunks = CHUNK_PAGES.get(platform, CHUNK_PAGES_ELSEWHERE)
-        self.chunk_pages = tuple(sorted({min(pages, widest) for pages in chunks}))
-        self._prefill_tokens = PREFILL_TOKENS.get(platform, PREFILL_TOKENS_ELSEWHERE)
+        self._programs = prefill_programs(platform, slots // self.row_shards, length, self.num_pages)
+        self._warm_up_rounds = warm_up_rounds(platform)
         least, self._few_rows = FEW_ROWS.get(platform), None
         if least is not None and model.sharding is None and slots >= 4 * least:
             self._few_rows = max(least, slots // FEW_SHARE)
@@ -179,18 +200,18 @@ class ModelRunner:
         self._arrays = None
 
     def chunk_width(self, tokens: int) -> int:
-        """Return the width of the program that prefills the next chunk of so many tokens."""
-        fitting = [pages for pages in self.chunk_pages if pages * PAGE_TOKENS >= tokens]
-        return PAGE_TOKENS * min(fitting, default=self.chunk_pages[-1])
+        """Return the width of the programs that prefill the next chunk of so many tokens."""
+        return min((width for width, _ in self._programs if width >= tokens), default=self._programs[-1][0])
 
     def chunk_rows(self, width: int) -> int:
-        """Return the rows on each row shard of the program that prefills chunks of this width."""
-        return max(1, self._prefill_tokens // width)
+        """Return the rows on each row shard of the largest program that prefills chunks of this width."""
+        return max(rows for each, rows in self._programs if each == width)
 
     def prefill(self, params: Params, chunks: Sequence[PrefillChunk], width: int) -> None:
-        """Prefill chunks of one width, at most `chunk_rows` on each row shard."""
-        arrays = self._make_programs(params)
-        arrays.cache = prefill(self._model, params, arrays.cache, self._chunks(chunks, width))
+        """Prefill chunks of one width, at most `chunk_rows` on each row shard, by the smallest program for them."""
+        arrays, by_shard = self._make_programs(params), _by_shard(chunks, self.row_shards)
+        rows = min(rows for each, rows in self._programs if each == width and rows >= max(map(len, by_shard)))
+        arrays.cache = prefill(self._model, params, arrays.cache, self._chunks(by_shard, width, rows))
         self.counts.prefilled_tokens += sum(len(chunk.tokens) for chunk in chunks)
 
     def copy(self, params: Params, copies: Sequence[PageCopy]) -> None:
@@ -310,17 +331,18 @@ class ModelRunner:
         return [tuple(zip(ids[i, chosen].tolist(), values[i, chosen].tolist(), strict=True)) for i in positions]
 
     def warm_up(self, params: Params) -> None:
-        """Run every program that requests can need."""
+        """Run every program that requests can need, and on GPUs all of them twice more; see `warm_up_rounds`."""
         model, arrays = self._model, self._make_programs(params)
-        for pages in self.chunk_pages:
-            arrays.cache = prefill(model, params, arrays.cache, self._chunks([], pages * PAGE_TOKENS))
-        arrays.cache = copy(model, arrays.cache, *self._copies([[]] * self.row_shards))
-        arrays.slots = admit(model, arrays.slots, self._seed, self._admission([], Request((0,), (0,) * 6, 1)))
-        for num_steps, is_filtered, *rows in self._decoding():
-            arrays.cache, arrays.slots, *_ = advance(
-                model, num_steps, is_filtered, params, arrays.cache, arrays.slots, *rows
-            )
-        jax.block_until_ready((arrays.cache, arrays.slots))
+        for _ in range(self._warm_up_rounds):
+            for chunks in self._no_chunks().values():
+                arrays.cache = prefill(model, params, arrays.cache, chunks)
+            arrays.cache = copy(model, arrays.cache, *self._copies([[]] * self.row_shards))
+            arrays.slots = admit(model, arrays.slots, self._seed, self._admission([], Request((0,), (0,) * 6, 1)))
+            for num_steps, is_filtered, *rows in self._decoding():
+                arrays.cache, arrays.slots, *_ = advance(
+                    model, num_steps, is_filtered, params, arrays.cache, arrays.slots, *rows
+                )
+            jax.block_until_ready((arrays.cache, arrays.slots))
 
     def warm_up_programs(self, params: Params) -> dict[str, Callable[[], Any]]:
         """Return functions that lower the programs of `warm_up`, by name.
@@ -331,10 +353,9 @@ class ModelRunner:
         model = self._model
         cache = page_shapes(model, self.num_pages * self.row_shards, compute_dtype(params))
         slots = slot_shapes(model, self.slots)
-        programs: dict[str, Callable[[], Any]] = {}
-        for pages in self.chunk_pages:
-            width = pages * PAGE_TOKENS
-            programs[f"prefill_{width}"] = partial(prefill.lower, model, params, cache, self._chunks([], width))
+        programs: dict[str, Callable[[], Any]] = {
+            name: partial(prefill.lower, model, params, cache, chunks) for name, chunks in self._no_chunks().items()
+        }
         programs["copy"] = partial(copy.lower, model, cache, *self._copies([[]] * self.row_shards))
         filler = Request((0,), (0,) * 6, 1)
         programs["admit"] = partial(admit.lower, model, slots, self._seed, self._admission([], filler))
@@ -351,8 +372,9 @@ class ModelRunner:
             params: the weights to decode with, or their shapes with shardings.
         """
         programs, most = self.warm_up_programs(params), max(DISPATCH_TOKENS)
+        prefills = self._no_chunks()
         return {
-            "prefill": programs[f"prefill_{self.chunk_pages[-1] * PAGE_TOKENS}"],
+            "prefill": programs[max(prefills, key=lambda name: prefills[name].tokens.size)],
             "decode": programs[f"decode_{most}"],
             "decode_filtered": programs[f"decode_filtered_{most}"],
         }
@@ -382,13 +404,18 @@ class ModelRunner:
         shards = np.arange(rows, dtype=np.int32) // (rows // self.row_shards)
         return tables + self.num_pages * shards[:, None]
 
-    def _chunks(self, chunks: Sequence[PrefillChunk], width: int) -> PrefillChunks:
-        each = self.chunk_rows(width)
+    def _no_chunks(self) -> dict[str, PrefillChunks]:
+        """Return the arguments of each program that prefills, without a chunk, by the name of the program."""
+        empty: list[list[PrefillChunk]] = [[]] * self.row_shards
+        return {f"prefill_{rows}x{width}": self._chunks(empty, width, rows) for width, rows in self._programs}
+
+    def _chunks(self, by_shard: Sequence[Sequence[PrefillChunk]], width: int, each: int) -> PrefillChunks:
+        """Return chunks of a width for a program of `each` rows on each row shard."""
         rows = each * self.row_shards
         tokens = np.zeros((rows, width), np.int32)
         pages: list[Sequence[int]] = [()] * rows
         starts, counts = np.zeros((2, rows), np.int32)
-        for shard, of_shard in enumerate(_by_shard(chunks, self.row_shards)):
+        for shard, of_shard in enumerate(by_shard):
             for row, chunk in enumerate(of_shard, shard * each):
                 tokens[row, : len(chunk.tokens)] = chunk.tokens
                 starts[row], counts[row], pages[row] = chunk.start, len(chunk.tokens), chunk.pages

@@ -22,6 +22,7 @@ from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import Remat
 from jaxft.models.flash import choose_kernel
+from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import compute_advantages
 from jaxft.training.batch import (
@@ -362,16 +363,25 @@ class Learner:
     def warm_up(self, params: Params, longest: int, pause: Pause = no_pause) -> Params:
         """Compile all scores and updates, by running them on empty microbatches for rows of up to `longest` tokens.
 
-        The given parameters are donated; the returned ones hold the same bits. `pause` is that of `learn`. What scores
-        logged rows for a policy loss is compiled by their first job.
+        On GPUs they run twice more once all are compiled; see `warm_up_rounds`. The given parameters are donated; the
+        returned ones hold the same bits. `pause` is that of `learn`. What scores logged rows for a policy loss is
+        compiled by their first job.
         """
         self._prepare(params)
         state = self._train_state(params)
+        for _ in range(warm_up_rounds(compute_platform(self.model.sharding))):
+            state = self._run_all_shapes(state, longest, pause)
+        return self._keep(state)
+
+    def _run_all_shapes(self, state: TrainState, longest: int, pause: Pause) -> TrainState:
+        """Run all scores and updates of `warm_up` on a state, which is donated; return the same state."""
+        self._rate_at(state.step)
         shapes = self._planner().all_shapes(longest)
         kept_widths = {width for _, width in shapes} if self.loss.is_policy_loss else set()
+        policy = state.params[POLICY] if self._is_nested else state.params
         for width in sorted(kept_widths):
             for rows in self._kept_planner().row_buckets(width):
-                self._scored(params, before_scoring(self._empty_batch(rows, width)), value_head=None)
+                self._scored(policy, before_scoring(self._empty_batch(rows, width)), value_head=None)
         for rows, width in shapes:
             batch = self._empty_batch(rows, width)
             policy = state.params[POLICY] if self._is_nested else state.params
@@ -388,7 +398,7 @@ class Learner:
         if self.reference is not None and self.loss.reference.update_every is not None:
             moving = trainable(self.model, self.reference.params)
             mix(moving, moving, self.loss.reference.mixing)
-        return self._keep(state)
+        return state
 
     def _planner(self) -> BatchPlanner:
         """Return the planner of a job's batch; `_packing` must have been chosen."""

@@ -13,7 +13,6 @@ from aot_engine import (
     DECODE,
     MOST_BYTES,
     PREFILL,
-    TABLE_HEAD,
     EngineCase,
     EngineResults,
     StepResult,
@@ -25,7 +24,6 @@ from aot_engine import (
     programs_of,
     rest_text,
     step_text,
-    table_row,
     weights_bytes,
 )
 from jaxft.models.config import model_preset
@@ -124,13 +122,13 @@ def test_a_bar_is_missed(options, missed):
     assert "[MISSED] " + missed in step_text(step)
 
 
-def test_prefill_of_the_large_model_has_a_bar():
-    compile_run = answer(temporaries=29 * MIB)  # 36 layers: 1,044 MiB
+def test_prefill_has_a_bar_which_the_deeper_model_tells():
+    compile_run = answer(temporaries=257 * MIB)  # of 4 layers: 1,028 MiB
     step = measure_step(EIGHT_B, compile_run)
-    assert [program for program, _, _ in compile_run.asked] == [DECODE, DECODE, PREFILL, PREFILL]
-    assert step.prefill_temporaries_bytes == 36 * 29 * MIB
+    assert [each[:2] for each in compile_run.asked] == [(DECODE, 2), (DECODE, 4), (PREFILL, 4)]
+    assert step.prefill_temporaries_bytes == 4 * 257 * MIB
     assert not verdicts(step)["bytes of prefill's temporaries"]
-    assert verdicts(measure_step(EIGHT_B, answer(temporaries=28 * MIB)))["bytes of prefill's temporaries"]
+    assert verdicts(measure_step(EIGHT_B, answer(temporaries=256 * MIB)))["bytes of prefill's temporaries"]
 
 
 def test_a_program_without_a_loop_is_an_error():
@@ -141,19 +139,11 @@ def test_a_program_without_a_loop_is_an_error():
 def test_attention_loads_little_beyond_the_pages_that_rows_hold():
     whole = programs_of(EIGHT_B.run(), find_target("h100x8"))
     held = 256 * 600 * 2 * 128 * 2  # keys and values of one head
-    assert attention_ratio(whole, "gpu", 0) == pytest.approx(1.066, abs=0.001)
-    assert attention_ratio(whole, "gpu", held / 10) == pytest.approx(1.166, abs=0.001)
+    assert attention_ratio(whole, 0) == pytest.approx(1.066, abs=0.001)
+    assert attention_ratio(whole, held / 10) == pytest.approx(1.166, abs=0.001)
     name = "bytes of attention / keys and values held"
     assert verdicts(measure_step(EIGHT_B, answer()))[name]
     assert not verdicts(measure_step(EIGHT_B, answer(beside=held // 10)))[name]
-
-
-def test_a_row_of_the_table_has_the_engine_before_it():
-    now = measure_step(SMALL, answer())
-    before = measure_step(SMALL, answer(launches=48, factor=2.0, copies=(COPY, COPY)))
-    row = table_row(now, before)
-    assert "| 2.00 → 1.00 |" in row and "| 49 → 11 |" in row and "| 2 → 0 |" in row
-    assert {line.count("|") for line in (*TABLE_HEAD.splitlines(), row, table_row(now))} == {7}
 
 
 def test_compile_seconds_of_warm_up_add_up():

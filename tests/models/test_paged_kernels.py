@@ -16,6 +16,7 @@ from jaxft.models.paged import (
     init_pages,
     write_and_attend,
     write_token,
+    write_tokens,
 )
 from jaxft.models.paged_kernels import attend_gpu, attend_tpu, plan_steps, write_and_attend_gpu
 
@@ -204,6 +205,33 @@ def test_a_row_has_the_same_bits_alone_and_among_others(name, case):
     for row in range(4):
         alone = KERNELS[name](q[row : row + 1], keys, values, *(x[row : row + 1] for x in rows), scores=scores)
         np.testing.assert_array_equal(np.asarray(alone)[0], together[row])
+
+
+@pytest.mark.parametrize("name", [*KERNELS, "reference"])
+def test_chunks_of_a_prompt_see_each_other_in_one_program(name):
+    """Three rows of one table, whose keys are written at once, are one prompt; the last row is another."""
+    draws, length, end = np.random.default_rng(3), PAGE, 2 * PAGE + 10
+    q, k, v = draws.normal(size=(3, 4, length, 4, 64)).astype(np.float32)
+    k, v = k[:, :, :2], v[:, :, :2]
+    tables = np.array([[7, 2, 5]] * 3 + [[4, 0, 0]], np.int32)
+    rows = PagedRows(tables, np.array([0, 64, 128, 0], np.int32), np.array([64, 64, 10, 30], np.int32))
+
+    @jax.jit
+    def write_and_see(q, k, v, pages, rows):
+        pages = write_tokens(pages, k, v, rows, 1)
+        if name == "reference":
+            return attend_reference(q, pages, rows, PLAIN, 1)
+        return KERNELS[name](q, pages.keys, pages.values, *rows, scores=PLAIN)
+
+    empty = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), init_pages(8, 2, 64, jnp.float32, "gpu"))
+    mixed = np.asarray(write_and_see(q, k, v, empty, rows))
+    joined = [x[:3].reshape(1, -1, *x.shape[2:])[:, :end] for x in (q, k, v)]
+    pool = [np.pad(x[0], ((0, -end % PAGE), (0, 0), (0, 0))).reshape(3, PAGE, 2, 64).transpose(2, 0, 1, 3) for x in
+            joined[1:]]  # fmt: skip
+    wanted = attend_in_float64(joined[0], *pool, np.arange(3)[None], [0], [end], PLAIN)[0]
+    found = mixed[:3].reshape(-1, *mixed.shape[2:])[:end]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=4 * EPSILON["float32"])
+    assert np.isfinite(mixed[3, :30]).all()
 
 
 def test_steps_load_each_page_that_is_seen_once():

@@ -17,6 +17,7 @@ from jaxft.rollout.current import recording
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.engine import Engine, _take_tokens
+from jaxft.rollout.model_runner import PREFILL_PROGRAMS, PREFILL_PROGRAMS_ELSEWHERE
 from jaxft.rollout.recorder import Episode
 from jaxft.rollout.requests import Request
 from jaxft.rollout.scheduler import Running
@@ -396,9 +397,15 @@ def test_requests_in_flight_finish_on_the_version_they_began_with(make_policy, p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slots", [8, 16])
-def test_nothing_is_compiled_after_the_warm_up(make_policy, serve, slots):
-    """Sixteen slots have programs for few rows, too; the pages are too few for all, so that requests are preempted."""
+@pytest.mark.parametrize(
+    ("slots", "programs"), [(8, ((1, 2),)), (16, ((1, 2),)), (16, PREFILL_PROGRAMS_ELSEWHERE), (8, ((1, 3), (2, 2)))]
+)
+def test_nothing_is_compiled_after_the_warm_up(make_policy, serve, slots, programs, monkeypatch):
+    """Sixteen slots have programs for few rows, too; the pages are too few for all, so that requests are preempted.
+
+    Prompts are prefilled by the programs of CPUs, of GPUs, and by chunks of two widths, as on TPUs.
+    """
+    monkeypatch.setitem(PREFILL_PROGRAMS, "cpu", programs)
     policy = make_policy(slots=slots, max_context_tokens=200, cache_tokens=1200)
     run(policy.engine.warm_up)
     with counting_compiles() as compiles:

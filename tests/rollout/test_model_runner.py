@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 
 import jaxft
 from jaxft.core.logprobs import token_logprobs
+from jaxft.rollout import model_runner
 from jaxft.rollout.decode_batch import split_batch
-from jaxft.rollout.model_runner import ADMISSION_ROWS, ModelRunner, PageCopy, PrefillChunk, PrefillRow
+from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.model_runner import (
+    ADMISSION_ROWS,
+    ModelRunner,
+    PageCopy,
+    PrefillChunk,
+    PrefillRow,
+    prefill_programs,
+)
 from jaxft.rollout.requests import Request
 
 SLOTS, CONTEXT, PAGES = 16, 192, 40
@@ -77,7 +86,7 @@ def test_pages_that_hold_no_request_are_refused(model_and_params):
 
 def test_sixteen_slots_have_programs_of_few_rows(model_and_params):
     model, params = model_and_params
-    names = {"prefill_64", "copy", "admit", "decode_2", "decode_8", "decode_filtered_2", "decode_filtered_8"}
+    names = {"prefill_2x64", "copy", "admit", "decode_2", "decode_8", "decode_filtered_2", "decode_filtered_8"}
     few = {name.replace("decode", "decode_few") for name in names if name.startswith("decode")}
     small, large = (ModelRunner(model, seed=0, slots=slots, length=CONTEXT) for slots in (15, 16))
     assert small.warm_up_programs(params).keys() == names
@@ -89,6 +98,44 @@ def test_sixteen_slots_have_programs_of_few_rows(model_and_params):
 def test_few_are_an_eighth_of_the_slots_or_four(model_and_params, slots, few_rows):
     runner = ModelRunner(model_and_params[0], seed=0, slots=slots, length=CONTEXT)
     assert {len(chosen) for *_, chosen in runner._decoding()} == {slots, few_rows}
+
+
+def test_programs_that_prefill_are_no_larger_than_requests_fill():
+    assert prefill_programs("gpu", slots=128, length=4096) == [(64, 8), (64, 32), (64, 128)]
+    assert prefill_programs("gpu", slots=2, length=2048) == [(64, 8), (64, 32), (64, 64)]
+    assert prefill_programs("gpu", slots=2, length=2048, num_pages=40) == [(64, 8), (64, 32), (64, 40)]
+    assert prefill_programs("gpu", slots=4, length=64) == [(64, 4)]
+    assert prefill_programs("tpu", slots=128, length=4096) == [(64, 32), (256, 8)]
+    assert prefill_programs("tpu", slots=2, length=320) == [(64, 10), (256, 4)]
+    assert prefill_programs("cpu", slots=64, length=4096) == [(64, 2)]
+
+
+def test_a_warm_up_on_gpus_runs_all_programs_twice_after_all_are_compiled(model_and_params, monkeypatch):
+    model, params = model_and_params
+    calls = []
+
+    def recording(name):
+        function = getattr(model_runner, name)
+
+        def call(*arguments):
+            result = function(*arguments)
+            calls.append((name, compiles.count))
+            return result
+
+        return call
+
+    with counting_compiles() as compiles:
+        for name in ("prefill", "copy", "admit", "advance"):
+            monkeypatch.setattr(model_runner, name, recording(name))
+        for rounds in (1, 3):
+            monkeypatch.setattr(model_runner, "warm_up_rounds", lambda platform, rounds=rounds: rounds)
+            calls.append(rounds)
+            ModelRunner(model, seed=0, slots=8, length=CONTEXT).warm_up(params)
+    once, thrice = calls[1 : calls.index(3)], calls[calls.index(3) + 1 :]
+    names = [name for name, _ in once]
+    assert names == ["prefill", "copy", "admit", *["advance"] * 4]
+    assert [name for name, _ in thrice] == 3 * names
+    assert thrice[len(names) - 1][1] == thrice[-1][1] == compiles.count
 
 
 # --- Bits.
@@ -212,6 +259,32 @@ def test_a_prompt_goes_on_after_its_cached_pages(served, alone):
     served.prefill([request.prompt_ids[:65]], [[11]])  # all but the last token
     served.prefill([request.prompt_ids], [[11, 20, 21]], starts=[64])
     assert served.decode([(2, [11, 20, 21], request)], 8) == [expected]
+
+
+def test_chunks_are_prefilled_by_the_smallest_program_that_holds_them(model_and_params, alone, monkeypatch):
+    """Programs as on GPUs; the chunks of a prompt follow each other in one program."""
+    monkeypatch.setitem(model_runner.PREFILL_PROGRAMS, "cpu", model_runner.PREFILL_PROGRAMS_ELSEWHERE)
+    served = Served(*model_and_params)
+    runner, sizes, make = served.runner, [], model_runner.prefill
+
+    def recording(model, params, cache, chunks):
+        sizes.append((len(chunks.tokens), int((chunks.counts > 0).sum())))
+        return make(model, params, cache, chunks)
+
+    monkeypatch.setattr(model_runner, "prefill", recording)
+    for number in (1, 4, 14):
+        requests, pages = [alone[index][0] for index in range(number)], []
+        chunks, numbers = [], iter(range(PAGES))
+        for request in requests:
+            fed = request.prompt_ids[:-1]
+            pages.append([next(numbers) for _ in range(-(-(len(fed) + 9) // 64))])
+            chunks += [PrefillChunk(0, at, fed[at : at + 64], pages[-1]) for at in range(0, len(fed), 64)]
+        runner.prefill(served.params, chunks, 64)
+        rows = [(slot, *each) for slot, each in enumerate(zip(pages, requests, strict=True))]
+        for (tokens, logprobs, _), (_, expected) in zip(served.decode(rows, 8), alone, strict=False):
+            assert tokens == expected[0]
+            np.testing.assert_allclose(logprobs, expected[1], rtol=0, atol=MAX_DIFFERENCE)
+    assert sizes == [(8, 1), (8, 6), (32, 26)]
 
 
 def test_rows_end_at_stop_ids_and_limits(served, alone):

@@ -356,7 +356,8 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
     ],
 )
-def test_a_warm_up_changes_nothing_and_runs_every_shape(start, loss, monkeypatch):
+def test_a_warm_up_changes_nothing_and_no_job_compiles_after_it(job, start, loss, monkeypatch):
+    monkeypatch.setattr(learner_module, "warm_up_rounds", lambda platform: 3)  # as on GPUs
     if "reference" not in loss:  # nothing moves, so nothing is compiled for it
         monkeypatch.setattr(learner_module, "mix", None)
     learner = Learner(MODEL, LossConfig(**loss), SGD, microbatch_tokens=32, num_iterations=2)
@@ -366,6 +367,10 @@ def test_a_warm_up_changes_nothing_and_runs_every_shape(start, loss, monkeypatch
     assert learner.step == 0 and learner.jobs == 0
     assert (learner.value_head is not None) == (loss["name"] == "ppo")
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(learner.arrays(warm)))
+    with counting_compiles() as compiles:
+        for _ in range(2):
+            warm, metrics = learner.learn(*job(learner.loss), warm)
+    assert compiles.names() == [] and metrics["applied_updates"] == 2
 
 
 @pytest.mark.parametrize("remat", AUTO_REMATS)
