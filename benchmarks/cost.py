@@ -26,14 +26,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxft
 from aot import Case
 from jaxft.components.programs import PlannedRun
+from jaxft.core.sharding import make_mesh
 from jaxft.models.ceilings import attention_flops, tokens_seen
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import REMATS, decoder, parameter_shapes
+from jaxft.models.decoder_sharding import sharding_for
 from jaxft.planning import compiler
 from jaxft.planning.compiler import CompilerError
 from jaxft.planning.hlo import Launch, Program, read
@@ -205,9 +207,9 @@ def planned(parsed: argparse.Namespace) -> PlannedRun:
 
 def lowered_head(parsed: argparse.Namespace, config: DecoderConfig) -> Any:
     """Lower the scores of given hidden states on one device, with the gradients of these and of the head's weights."""
-    device = compiler.topology_devices(find_target(parsed.target))[0]
-    shaped = partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
-    whole = decoder(config, parsed.remat, compute_dtype=jnp.bfloat16)
+    mesh = make_mesh(1, 1, 1, devices=compiler.topology_devices(find_target(parsed.target))[:1])
+    shaped = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    whole = decoder(config, parsed.remat, compute_dtype=jnp.bfloat16, sharding=sharding_for(config, mesh))
     shapes = parameter_shapes(config)
     weights = {name: shaped(shapes[name].shape, jnp.bfloat16) for name in ("embed", "lm_head") if name in shapes}
     model = whole._replace(apply=lambda params, *_, **__: (params["hidden"], None))
