@@ -1,5 +1,6 @@
 """One training update: gradients summed over microbatches, then one optimizer step if they are finite."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -68,6 +69,7 @@ def make_update(
     *,
     microbatch_rows: int | None = None,
     max_grad_norm: float | None = None,
+    keeps_finite: bool = False,
     accept: Callable[[Metrics], Bool[Array, ""]] | None = None,
 ) -> "Update":
     """Return `update(state, batch) -> (state, metrics)`, which donates the given state with its trained parameters.
@@ -75,7 +77,8 @@ def make_update(
     Loss and gradients are those of the whole batch however it is split into microbatches, as denominators are counted
     first. Compiled programs depend on the shape of a microbatch, not on the number of them.
 
-    The step is skipped if the loss, the gradient norm or a new parameter is not finite (`nonfinite_updates`), if the
+    The step is skipped if the loss, the gradient norm or a new parameter is not finite, or with `keeps_finite` a number
+    of the state that is given (`nonfinite_updates`), if the
     gradient is exactly zero (`nothing_to_learn`: momentum and weight decay would still move the parameters), or if
     `accept` returns False (`refused_updates`). Then parameters and optimizer state keep their bits, and `step` stays.
     These metrics and `applied_updates` are 0 or 1.
@@ -87,6 +90,8 @@ def make_update(
         microbatch_rows: rows per forward and backward pass; None for all at once. The last microbatch is padded with
             rows that train nothing.
         max_grad_norm: global norm that the gradient is clipped to; None: no clipping.
+        keeps_finite: True if finite gradients always leave a finite state finite, as those of AdamW do. Then the step
+            is computed once. A state is tested before its first update, and not again while the arrays are the same.
         accept: jittable function from the metrics of the loss to a bool, False to skip the step; None: always True.
 
     Raises:
@@ -107,8 +112,11 @@ def make_update(
 
     sharding = model.sharding
 
-    def finish(state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
-        """Return the state after the step; the parameters of both states are the trained ones only."""
+    def finish(state: TrainState, sums: Sums, is_sound: Bool[Array, ""] | None) -> tuple[TrainState, Metrics]:
+        """Return the state after the step; the parameters of both states are the trained ones only.
+
+        `is_sound` is True if the state is finite and stays so, and None to find out.
+        """
         loss, metrics, grads = sums
         norm = optax.global_norm(grads)
         is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -124,11 +132,13 @@ def make_update(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1)
 
-        # The step is computed twice, first to check that it is finite, then to apply it: the old parameters are needed
-        # until the check ends, so storing the new ones would take the memory of the parameters once more.
-        judged = jax.tree.leaves(step(state, grads).params)
-        is_finite &= jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in judged]))
-        is_finite, state, grads = jax.lax.optimization_barrier((is_finite, state, grads))
+        if is_sound is None:
+            # The step is computed twice, first to check that it is finite, then to apply it: the old parameters are
+            # needed until the check ends, so storing the new ones would take the memory of the parameters once more.
+            is_finite &= all_finite(step(state, grads).params)
+            is_finite, state, grads = jax.lax.optimization_barrier((is_finite, state, grads))
+        else:
+            is_finite &= is_sound
         is_applied = is_finite & has_signal & ~is_refused
         proposed = step(state, grads)
         state = constrain(sharding, jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state))
@@ -143,7 +153,13 @@ def make_update(
             metrics["refused_updates"] = is_refused.astype(jnp.float32)
         return state, metrics
 
-    return Update(model, loss_fn, finish, microbatch_rows)
+    return Update(model, loss_fn, finish, microbatch_rows, keeps_finite)
+
+
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Return True if all floating-point numbers of a tree are finite."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]))
 
 
 class Update:
@@ -154,19 +170,29 @@ class Update:
     state has the very same arrays.
     """
 
-    def __init__(self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: LossFn,
+        finish: Callable[..., Any],
+        microbatch_rows: int | None,
+        keeps_finite: bool,
+    ) -> None:
         self._model, self._rows, self._sharding = model, microbatch_rows, model.sharding
         self._count = jax.jit(count_tokens)
         self._begin = jax.jit(partial(no_sums, model), static_argnums=1)
         self._no_sums = partial(no_sums, model)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
         self._finish = jax.jit(finish, donate_argnums=0)
+        self._all_finite, self._keeps_finite = jax.jit(all_finite), keeps_finite
+        self._made: list[weakref.ref[Any]] = []  # the arrays of the state that was made last
+        self._is_sound: Any = None
 
-        def whole(state: TrainState, frozen: Params, part: Batch) -> tuple[TrainState, Metrics]:
+        def whole(state: TrainState, frozen: Params, part: Batch, is_sound: Any) -> tuple[TrainState, Metrics]:
             params = combine(state.params, frozen)
             counted = count_tokens(part.completion_mask, part.segment_ids, part.trajectory_tokens)
             begun = no_sums(model, params, report_dtypes(model, loss_fn, params, part, counted))
-            return finish(state, add_microbatch(model, loss_fn, params, begun, part, counted))
+            return finish(state, add_microbatch(model, loss_fn, params, begun, part, counted), is_sound)
 
         self._whole = jax.jit(whole, donate_argnums=0)
         self._reports_of = partial(report_dtypes, model, loss_fn)
@@ -185,9 +211,11 @@ class Update:
         """
         parts = self._place_parts(self.microbatches(batch))
         trained, frozen = self._partition(state)
+        is_sound = self._soundness(trained)
         if len(parts) == 1:
-            trained, metrics = self._whole(trained, frozen, parts[0])
+            trained, metrics = self._whole(trained, frozen, parts[0], is_sound)
             pause(metrics["loss"])
+            self._remember(trained, is_sound)
             return trained._replace(params=combine(trained.params, frozen)), metrics
         counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
@@ -196,13 +224,26 @@ class Update:
         for part in parts:
             sums = self._add(state.params, sums, part, denominators)
             pause(sums.loss)
-        trained, metrics = self._finish(trained, sums)
+        trained, metrics = self._finish(trained, sums, is_sound)
+        self._remember(trained, is_sound)
         return trained._replace(params=combine(trained.params, frozen)), metrics
 
     def _partition(self, state: TrainState) -> tuple[TrainState, Params]:
         """Return the state with its trained parameters only, and the frozen ones."""
         params, frozen = partition(self._model, state.params)
         return state._replace(params=params), frozen
+
+    def _soundness(self, trained: TrainState) -> Any:
+        """Return whether a state is finite, which is that of the last one if they are the same arrays."""
+        if not self._keeps_finite:
+            return None
+        is_made = [id(made()) for made in self._made] == [id(leaf) for leaf in jax.tree.leaves(trained)]
+        return self._is_sound if is_made else self._all_finite(trained)
+
+    def _remember(self, trained: TrainState, is_sound: Any) -> None:
+        """Keep the soundness of a state, which is that of the one that it was made of."""
+        if self._keeps_finite:
+            self._made, self._is_sound = list(map(weakref.ref, jax.tree.leaves(trained))), is_sound
 
     def microbatches(self, batch: Batch | Sequence[Batch]) -> list[Batch]:
         """Return the microbatches of a batch, in the order of computation.
@@ -235,9 +276,10 @@ class Update:
         reports = self._report_dtypes(state.params, part, counts)
         sums = jax.eval_shape(lambda params: self._no_sums(params, reports), state.params)
         sums = sums if self._sharding is None else self._sharding.place(sums)
+        is_sound = jax.ShapeDtypeStruct((), jnp.bool_) if self._keeps_finite else None
         return {
             "gradient": lambda: self._add.lower(state.params, sums, part, counts),
-            "step": lambda: self._finish.lower(self._partition(state)[0], sums),
+            "step": lambda: self._finish.lower(self._partition(state)[0], sums, is_sound),
         }
 
     def _report_dtypes(self, params: Params, part: Batch, denominators: Denominators) -> "Reports":

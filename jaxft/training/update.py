@@ -15,7 +15,7 @@ from jaxft.core.divergence import Teacher
 from jaxft.core.losses import Metrics, policy_loss
 from jaxft.core.objectives import PolicyLoss, dpo_loss, grpo_loss, ppo_loss, score_batch, sft_loss
 from jaxft.core.partition import POLICY
-from jaxft.core.sharding import constrain, path_text
+from jaxft.core.sharding import compute_platform, constrain, path_text
 from jaxft.core.types import Model, Params
 from jaxft.core.update import LossFn, Update, make_update
 from jaxft.errors import did_you_mean
@@ -275,7 +275,22 @@ def cached_update(
     made = plain._replace(init=jax.jit(lambda params: constrain(model.sharding, plain.init(params))))
     loss_fn = make_loss(loss, None if limits is None else limits[0], teacher)
     accept = None if limits is None else partial(_is_own, max_fraction=limits[1])
-    return made, make_update(model, loss_fn, made, max_grad_norm=optimizer.max_grad_norm, accept=accept)
+    keeps_finite = has_bounded_steps(optimizer) and compute_platform(model.sharding) != "cpu"
+    update = make_update(
+        model, loss_fn, made, max_grad_norm=optimizer.max_grad_norm, keeps_finite=keeps_finite, accept=accept
+    )
+    return made, update
+
+
+def has_bounded_steps(config: OptimizerConfig) -> bool:
+    """True if no step of clipped gradients can leave float32: at most the rate times the norm, by AdamW's 1e-8.
+
+    >>> has_bounded_steps(OptimizerConfig(learning_rate=1e-6)), has_bounded_steps(OptimizerConfig(learning_rate=1e38))
+    (True, False)
+    """
+    if config.is_own or config.learning_rate is None or config.max_grad_norm is None:
+        return False
+    return max(config.learning_rate, config.weight_decay) <= 1 and config.max_grad_norm <= 1e6
 
 
 scored = jax.jit(score_batch, static_argnums=0)

@@ -206,6 +206,66 @@ def test_new_parameters_that_are_not_finite_are_refused(bigram):
         assert_same_bits(state, before)
 
 
+@pytest.fixture(scope="module")
+def once(bigram):
+    """As `warm`, with a step that is computed once; each advantage is the gradient of an array."""
+
+    def loss_fn(model, params, batch, denominators):
+        return jnp.sum(params["head"] * batch.advantages[0] + params["embedding"] * batch.advantages[1]), {}
+
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    update = make_update(bigram, loss_fn, optimizer, max_grad_norm=1.0, keeps_finite=True)
+    judging = make_update(bigram, loss_fn, optimizer, max_grad_norm=1.0)
+    made = [each(init_train_state(toy_params(), optimizer), toy_batch([1.0, -2.0])) for each in (update, judging)]
+    assert_same_bits(*made)
+    state = copies(made[0][0])
+    return update, judging, lambda: jax.device_put(copies(state))
+
+
+@pytest.mark.parametrize("rubbish", [np.nan, np.inf, -np.inf])
+def test_a_state_with_a_number_that_is_not_finite_keeps_every_bit(once, rubbish):
+    """In each array of parameters and moments, with a step that is computed once and with one that is judged."""
+    update, judging, fresh = once
+    leaves, structure = jax.tree.flatten(fresh())
+    places = [i for i, leaf in enumerate(leaves) if leaf.dtype == np.float32]
+    assert len(places) == 6
+    for place in places:
+        spoilt = [np.array(leaf) for leaf in leaves]
+        spoilt[place][0, 1] = rubbish
+        wanted = jax.tree.unflatten(structure, spoilt)
+        is_endless = any(np.isposinf(leaf).any() for leaf in wanted.opt_state[0].nu.values())
+        for step in (update,) if is_endless else (update, judging):  # an infinite second moment stops a parameter
+            state = jax.device_put(wanted)
+            for parts in (toy_batch([1.0, -2.0]), [toy_batch([1.0, -2.0])] * 2):
+                state, metrics = step(state, parts)
+                assert figures(metrics) == (0, 1, 0)
+                assert_same_bits(state, wanted)
+
+
+def test_arrays_of_others_are_tested_again(once):
+    update, _, fresh = once
+    state, metrics = update(fresh(), toy_batch([1.0, -2.0]))
+    assert figures(metrics) == (1, 0, 0)
+    other = state._replace(params=state.params | {"head": jnp.full((2, 2), jnp.nan)})
+    spoilt, metrics = update(other, toy_batch([1.0, -2.0]))
+    assert figures(metrics) == (0, 1, 0)
+    mended, metrics = update(spoilt._replace(params=toy_params()), toy_batch([1.0, -2.0]))
+    assert figures(metrics) == (1, 0, 0) and mended.step == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "found"), [(3e38, (0, 1, 0)), (-1e18, (1, 0, 0)), (np.inf, (0, 1, 0)), (np.nan, (0, 1, 0))]
+)
+def test_gradients_of_any_size_leave_finite_parameters_in_a_single_step(once, size, found):
+    """The square of 3e38 is no float32; smaller gradients are clipped. The step is that which is judged."""
+    update, judging, fresh = once
+    for factors in ([size, 1.0], [1.0, size]):  # in either array
+        once_made, metrics = update(fresh(), toy_batch(factors))
+        assert figures(metrics) == found
+        assert_same_bits(once_made, judging(fresh(), toy_batch(factors))[0])
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(once_made))
+
+
 # --- And learning.
 
 
