@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxft.core.sharding import Sharding, by_heads, by_rows, compute_devices, compute_platform
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
-from jaxft.models.flash import Kernel, announce, choose_kernel, row_attention
+from jaxft.models.flash import AMPERE, Kernel, announce, choose_kernel, compute_capability, row_attention
 from jaxft.models.layers import QKV, Angles, FeedForward, Linear, RMSNorm, head_shards, make_norm, rotary_angles, rotate
 from jaxft.models.lora import joined_adapter
 from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
@@ -150,9 +150,26 @@ class Attention(nnx.Module):
             flat = x if self.norm_kind == "heads" else x.reshape(*x.shape[:2], -1)
             return norm(flat, in_halves=context.in_halves).reshape(x.shape)
 
+        if angles is not None and self.has_kernel(angles, context):
+            from jaxft.models.rope_kernel import norm_and_rotate  # here, as importing Pallas takes half a second
+
+            cos, sin = (each.reshape(-1, each.shape[-1]) for each in (angles.cos, angles.sin))
+
+            def computed(x: Array, norm: RMSNorm) -> Array:
+                flat = x.reshape(-1, *x.shape[2:])
+                return norm_and_rotate(flat, norm.scale[...], cos, sin, norm.eps).reshape(x.shape)
+
+            return computed(q, self.q_norm), computed(k, self.k_norm)
         if self.norm_kind is not None:
             q, k = normed(q, self.q_norm), normed(k, self.k_norm)
         return rotated(q, angles, context), rotated(k, angles, context)
+
+    def has_kernel(self, angles: Angles, context: Context) -> bool:
+        """True if a kernel takes norm and rotation: on one of NVIDIA's GPUs, of whole heads of 2^n components."""
+        devices, width = compute_devices(context.sharding), 2 * angles.cos.shape[-1]
+        is_whole = width == self.head_dim and width.bit_count() == 1 and context.paged is None
+        is_plain = self.norm_kind == "heads" and not self.q_norm.has_offset
+        return is_whole and is_plain and len(devices) == 1 and compute_capability(devices[0]) >= AMPERE
 
     def attend(
         self,

@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.reductions import invariant_sum, rounded
-from jaxft.core.sharding import Sharding, by_heads
+from jaxft.core.sharding import Sharding, by_heads, compute_platform
 from jaxft.core.types import Params
 from jaxft.models.config import Activation, DecoderConfig, LoraSpec
 from jaxft.models.lora import joined_adapter
@@ -261,9 +261,22 @@ class FeedForward(nnx.Module):
         if self.is_joined:
             both = by_heads(sharding, self.gate_up_proj(x))
             gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
+        elif self.is_one_product(sharding):
+            kernel = jnp.concatenate([self.gate_proj.kernel[...], self.up_proj.kernel[...]], axis=-1)
+            both = checkpoint_name(matmul(x.reshape(-1, x.shape[-1]), kernel), WIDENED)
+            both = both.reshape(*x.shape[:-1], -1)
+            gate, up = both[..., : self.width], both[..., self.width :]  # a split's gradient would be a copy
         else:
             gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
         return self.down_proj(by_heads(sharding, self.activate(gate) * up))
+
+    def is_one_product(self, sharding: Sharding | None) -> bool:
+        """True if gate and up are one product in training, so that GPUs compute both of its gradients by one kernel.
+
+        There the kernels are joined by their cast. On a mesh gathered ones would be copied.
+        """
+        is_plain = all(each.bias is None and each.lora_a is None for each in (self.gate_proj, self.up_proj))
+        return is_plain and (sharding is None or sharding.devices == 1) and compute_platform(sharding) == "gpu"
 
 
 def join_outputs(parts: Sequence[Float[Array, "*N _"]], shards: int) -> Float[Array, "*N F"]:
