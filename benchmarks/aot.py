@@ -32,7 +32,7 @@ from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
 from jaxft.models.ceilings import model_flops
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import AUTO_REMATS, Remat
+from jaxft.models.decoder import Remat, auto_remats
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.flops import kernel_flops
@@ -248,10 +248,11 @@ def measure(case: Case, compile_case: Compile) -> CaseResult:
     """
     target, limit = find_target(case.target), memory_limit(find_target(case.target))
     tried: dict[str, int | None] = {}
-    for remat in AUTO_REMATS:
+    remats = auto_remats(case.platform)
+    for remat in remats:
         programs = case.programs(remat)
         held, estimated = programs.held(), estimate_update(programs)
-        is_last = remat == AUTO_REMATS[-1]
+        is_last = remat == remats[-1]
         if not is_last and peak(held | {"update": estimated}) > MARGIN * limit:
             continue
         try:

@@ -27,7 +27,7 @@ from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.sharding import AXES, device_bytes
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import AUTO_REMATS
+from jaxft.models.decoder import auto_remats
 from jaxft.planning.compiler import Compiled, CompilerError, LargeCopy, Step
 from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
 from jaxft.planning.targets import Target, find_target
@@ -437,8 +437,9 @@ def measure_fit(case: EngineCase, compile_run: Compile) -> tuple[dict[str, int],
         compile_run(case.run(case.depths.more), target, PREFILL, 0).temporaries,
     ]
     held = programs_of(run, target).held() | {"sampling temporaries": round(max(temporaries))}
-    for remat in AUTO_REMATS:
-        estimated, is_last = estimate_update(programs_of(run.with_remat(remat), target)), remat == AUTO_REMATS[-1]
+    remats = auto_remats(target.chip.platform)
+    for remat in remats:
+        estimated, is_last = estimate_update(programs_of(run.with_remat(remat), target)), remat == remats[-1]
         if not is_last and peak(held | {"update": estimated}) > MARGIN * limit:
             continue
         try:

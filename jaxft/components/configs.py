@@ -102,7 +102,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         default="auto",
         description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
         "products with weights and attention. projections: all but attention and its projections. attention: all but "
-        "attention. full: whole layers. auto: the first of these, from dots on, whose compiled update fits the "
+        "attention. full: whole layers. auto: the first of these, on TPUs from dots on, whose compiled update fits the "
         "device's memory; dots on CPUs.",
     )
     mesh: MeshConfig | None = Field(

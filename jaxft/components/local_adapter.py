@@ -40,7 +40,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.hosts.group import process_group
-from jaxft.models.decoder import AUTO_REMATS
+from jaxft.models.decoder import REMATS
 from jaxft.models.peft import base_fingerprint
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import warm_up_rounds
@@ -139,7 +139,7 @@ class LocalTrainerAdapter(TrainerAdapter):
             pins = self.max_staleness > 0
             remat = await self.policy.read(partial(choose_remat, self.learner, self.policy, are_pinned=pins))
             choices = await process_group().gather("remat", remat)  # which devices and compilers may make differ
-            most_frugal = max(choices, key=list(AUTO_REMATS).index)
+            most_frugal = max(choices, key=REMATS.index)
             if most_frugal != remat:
                 self.learner.use_remat(most_frugal)
             self._note_remat(most_frugal)

@@ -16,7 +16,7 @@ from .ceilings import (
     tokens_seen as tokens_seen,
 )
 from .decoder import (
-    AUTO_REMATS as AUTO_REMATS,
+    auto_remats as auto_remats,
     Remat as Remat,
     layer_runs as layer_runs,
     parameter_shapes as parameter_shapes,

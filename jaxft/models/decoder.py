@@ -1,8 +1,8 @@
 """One decoder for all families: flax nnx modules inside (`jaxft.models.block`), pure functions on plain dicts outside.
 
-Training stacks the parameters of the layers on a leading axis and scans over them, several at a time where layers of
-several kinds repeat. Decoding takes them layer by layer, joined (`jaxft.models.layers`), each with its own pages
-of keys and values (`jaxft.models.paged`).
+Training stacks the parameters of the layers on a leading axis; it goes through them one by one on GPUs, and elsewhere
+scans over them, several at a time where layers of several kinds repeat. Decoding takes them layer by layer, joined
+(`jaxft.models.layers`), each with its own pages of keys and values (`jaxft.models.paged`).
 Letters: `B` rows, `T` tokens, `C` columns of a page table, `N` tokens of all rows, `D` hidden, `V` vocabulary.
 """
 
@@ -97,9 +97,13 @@ attention kernels, all but attention kernels and their projections, all but atte
 
 REMATS: tuple[Remat, ...] = get_args(Remat)
 
-AUTO_REMATS = REMATS[1:]
-"""Policies to choose from, the fastest first. `none` is not among them: it saves no product that `dots` recomputes, and
-moves 1.4 times as many bytes in an update of 0.6 billion parameters on an H200."""
+
+def auto_remats(platform: str) -> tuple[Remat, ...]:
+    """Return the policies to choose from on devices of a platform, the fastest first.
+
+    `none` is among them on GPUs only, whose layers are unrolled. A scan writes and reads all that it saves.
+    """
+    return REMATS if platform == "gpu" else REMATS[1:]
 
 
 def _saves(*names: str) -> Callable[..., Any]:
@@ -213,7 +217,7 @@ def score(
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None,
 ) -> Float[Array, "B T D"]:
-    """Return the hidden state of each token of whole rows, by a scan over the stacked layers."""
+    """Return the hidden state of each token of whole rows, layer by layer."""
     config, sharding = net.config, net.sharding
     params = put_beside(net.narrow(params))
     norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
@@ -224,7 +228,7 @@ def score(
         output: Array = block_binder(config, net.lora)(net.gather(layer))(x, kind, context, None)[0]
         return output
 
-    x = scan_layers(compute_layer, SAVEABLE[net.remat], config.kinds, x, params["layers"], compute_platform(sharding))
+    x = scan_layers(compute_layer, net.remat, config.kinds, x, params["layers"], compute_platform(sharding))
     output: Array = norm_binder(config)(norm)(x, in_halves=context.in_halves)
     return output
 
@@ -348,44 +352,39 @@ def layer_runs(kinds: tuple[LayerKind, ...]) -> list[LayerRun]:
 @jax.named_scope("layers")  # which `benchmarks/cost.py` reads
 def scan_layers(
     compute: Callable[[LayerKind, Array, Params], Array],
-    policy: Callable[..., Any],
+    remat: Remat,
     kinds: tuple[LayerKind, ...],
     x: Float[Array, "B T D"],
     layers: Params,
     platform: str,
 ) -> Float[Array, "B T D"]:
-    """Return the residual stream after all layers, whose parameters are stacked on axis 0.
+    """Return the residual stream after all layers, whose parameters are stacked on axis 0; on GPUs without a loop.
 
     Args:
         compute: computes a layer.
-        policy: checkpoint policy of each layer.
+        remat: checkpoint policy of each layer.
         kinds: kind of each layer.
         x: residual stream.
         layers: parameters of all layers.
         platform: platform of the devices.
     """
-    runs, flat = layer_runs(kinds), flatten_dict(layers)
+    flat = flatten_dict(layers)
     frozen = {path for path in flat if path[-1] not in LORA_NAMES} if has_adapters(layers) else set()
-    whole: dict[Any, Array] = {}
-    parts = [flat]
+    if platform == "gpu":
+        return unroll_layers(compute, remat, kinds, x, flat, frozen)
+    runs, whole, parts = layer_runs(kinds), dict[Any, Array](), [flat]
     if len(runs) > 1:
-        # A split of parameters that were cast is part of the cast, and its gradient, a concatenation, part of the sum
-        # of gradients. The base of adapters would be copied: its layers are cut from the whole stack.
         whole = {path: flat[path] for path in frozen}
-        sizes = [len(run.kinds) * run.repeats for run in runs]
-        split = {path: jax.lax.split(leaf, sizes) for path, leaf in flat.items() if path not in whole}
+        split = split_layers(flat, frozen, [len(run.kinds) * run.repeats for run in runs])
         parts = [{path: pieces[i] for path, pieces in split.items()} for i in range(len(runs))]
 
     # The layer is cut in here, as the backward pass would otherwise keep a copy of it.
-    @partial(jax.checkpoint, policy=policy, static_argnums=(0, 1))
+    @partial(jax.checkpoint, policy=SAVEABLE[remat], static_argnums=(0, 1))
     def compute_layer(run: LayerRun, place: int, x: Array, turn: Any, start: Any, whole: Any) -> Array:
         layer = {
             path: jax.lax.dynamic_index_in_dim(leaf, start + place, keepdims=False) for path, leaf in whole.items()
         }
         layer |= turn if len(run.kinds) == 1 else {path: leaf[place] for path, leaf in turn.items()}
-        if len(run.kinds) > 1 and platform == "gpu":
-            x, trained = in_turn(x, {path: leaf for path, leaf in layer.items() if path not in frozen})
-            layer |= trained
         return compute(run.kinds[place], x, unflatten_dict(layer))
 
     first = 0
@@ -405,14 +404,35 @@ def scan_layers(
     return x
 
 
-@jax.custom_vjp
-def in_turn(x: Array, trained: Any) -> tuple[Array, Any]:
-    """Return the arguments; the gradients of both are finished before those of the layer before are begun.
+def split_layers(flat: dict[Any, Array], frozen: set[Any], sizes: list[int]) -> dict[Any, list[Array]]:
+    """Split parameters that are trained after so many layers each.
 
-    XLA for GPUs computes the gradients of a turn's weights last, and would hold the activations of all of its layers.
-    That for TPUs does not, and needs more memory with this barrier.
+    A split of parameters that were cast is part of the cast, and its gradient, a concatenation, part of the sum of
+    gradients. The base of adapters would be copied: its layers are to be cut from the whole stack.
     """
-    return x, trained
+    return {path: list(jax.lax.split(leaf, sizes)) for path, leaf in flat.items() if path not in frozen}
 
 
-in_turn.defvjp(lambda x, trained: ((x, trained), None), lambda _, gradients: jax.lax.optimization_barrier(gradients))
+def unroll_layers(
+    compute: Callable[[LayerKind, Array, Params], Array],
+    remat: Remat,
+    kinds: tuple[LayerKind, ...],
+    x: Float[Array, "B T D"],
+    flat: dict[Any, Array],
+    frozen: set[Any],
+) -> Float[Array, "B T D"]:
+    """Return what `scan_layers` does, without a loop, and for `none` without a checkpoint: XLA keeps what it reads.
+
+    XLA for GPUs copies what a scan keeps into stacks of all layers, and begins with zeros there.
+    """
+    whole, split = {path: flat[path] for path in frozen}, split_layers(flat, frozen, [1] * len(kinds))
+
+    def compute_layer(place: int, x: Array, own: Any, whole: Any) -> Array:
+        layer = {path: leaf[place] for path, leaf in whole.items()} | {path: leaf[0] for path, leaf in own.items()}
+        return compute(kinds[place], x, unflatten_dict(layer))
+
+    if remat != "none":
+        compute_layer = jax.checkpoint(compute_layer, policy=SAVEABLE[remat], static_argnums=0)
+    for place in range(len(kinds)):
+        x = compute_layer(place, x, {path: pieces[place] for path, pieces in split.items()}, whole)
+    return x

@@ -19,7 +19,7 @@ from jaxft.components import PlannedRun, Programs, mesh_shape, planned_run, reso
 from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import run_main
-from jaxft.models import AUTO_REMATS, MOST_SCORES, Choice, Remat, model_flops
+from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, model_flops
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import sampling_bytes, update_bytes
@@ -103,7 +103,7 @@ def make_plan(
     try:
         sizes, limit = mesh_shape(run.policy.mesh, target.chips), memory_limit(target)
         mesh = AbstractMesh(sizes, AXES)
-        remats = AUTO_REMATS if run.policy.remat == "auto" else (run.policy.remat,)
+        remats = auto_remats(target.chip.platform) if run.policy.remat == "auto" else (run.policy.remat,)
         candidates = [Programs(run.with_remat(remat), mesh, target.device) for remat in remats]
         held, (rows, width) = candidates[0].held(), candidates[0].rows_and_width()
     except ValueError as error:

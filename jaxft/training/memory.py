@@ -13,7 +13,7 @@ from jaxft.core.partition import BASE, TEACHER, trainable
 from jaxft.core.sharding import Sharding, compute_devices, compute_platform, device_bytes, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError
-from jaxft.models.decoder import AUTO_REMATS
+from jaxft.models.decoder import auto_remats
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy
@@ -158,11 +158,11 @@ def choose_remat(learner: Learner, policy: Policy, params: Params, *, are_pinned
 def first_fitting_remat(
     learner: Learner, params: Params, longest: int, fits: Callable[[dict[str, float]], bool]
 ) -> str:
-    """Train with the first of `AUTO_REMATS` whose `training_memory` fits, or the last one; return its name.
+    """Train with the first of `auto_remats` whose `training_memory` fits, or the last one; return its name.
 
     An out-of-memory error of the compiler counts as one that does not fit.
     """
-    for remat in AUTO_REMATS:
+    for remat in auto_remats(compute_platform(learner.model.sharding)):
         learner.use_remat(remat)
         try:
             if fits(training_memory(learner, params, longest)):

@@ -37,9 +37,11 @@ def test_the_cases_are_those_of_both_platforms():
 
 def test_the_first_policy_that_fits_is_taken():
     limit = aot.memory_limit(aot.find_target("h100x8"))
-    result = measure(SMALL, answer({"dots": None, "projections": limit, "attention": 10**9, "full": 10**8}))
+    result = measure(
+        SMALL, answer({"none": None, "dots": None, "projections": limit, "attention": 10**9, "full": 10**8})
+    )
     assert result.remat == "attention"
-    assert result.tried == {"dots": None, "projections": limit, "attention": 10**9}
+    assert result.tried == {"none": None, "dots": None, "projections": limit, "attention": 10**9}
     assert result.memory["update"] == 10**9
     assert result.collectives == {"all-gather": (4, 64)}
     verdicts = {check.name: check.is_met() for check in result.checks}
@@ -51,7 +53,7 @@ def test_the_first_policy_that_fits_is_taken():
 @pytest.mark.slow
 def test_what_fits_with_no_policy_is_a_bar_that_is_missed():
     limit = aot.memory_limit(aot.find_target("h100x8"))
-    result = measure(SMALL, answer(dict.fromkeys(("dots", "projections", "attention", "full"), limit)))
+    result = measure(SMALL, answer(dict.fromkeys(("none", "dots", "projections", "attention", "full"), limit)))
     assert result.remat == "full" and not result.checks[0].is_met()
 
 

@@ -158,7 +158,9 @@ def test_requests_beside_training_have_the_memory_of_the_first_policy_that_fits(
         assert run.policy.slots == 8 and run.lora is not None
         assert (program == "gradient") == (run.model.num_layers == 28)
         size = (
-            {"dots": None, "projections": 10**12}.get(run.policy.remat, 10**9) if program == "gradient" else 100 * MIB
+            {"none": None, "dots": None, "projections": 10**12}.get(run.policy.remat, 10**9)
+            if program == "gradient"
+            else 100 * MIB
         )
         if size is None:
             raise CompilerError("RESOURCE_EXHAUSTED", is_out_of_memory=True)

@@ -10,6 +10,8 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import jaxft.models.decoder as decoder_module
+import jaxft.models.layers as layers_module
 from jaxft.core.cache import init_cache
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
@@ -20,7 +22,7 @@ from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import HeadRows, Scores, attend
 from jaxft.models.block import make_context
 from jaxft.models.config import PRESETS, LayerKind, model_preset
-from jaxft.models.decoder import SAVEABLE, decoder, layer_runs, scan_layers
+from jaxft.models.decoder import decoder, layer_runs, scan_layers
 from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
 from tests.models.weights import narrowed, random_params
 
@@ -341,9 +343,18 @@ def test_tables():
 MIXED = replace(SMALL, num_layers=8, pattern=(LayerKind(window=2), LayerKind(window=3), LayerKind(rope=None)))
 
 
-@pytest.mark.parametrize(("has_adapters", "platform"), [(False, "gpu"), (True, "gpu"), (False, "cpu")])
-def test_layers_in_turns_are_the_same_as_one_by_one(has_adapters, platform):
-    """Two layers, and two turns of three, scanned, against a loop over layers, each with weights of its own."""
+@pytest.mark.parametrize(
+    ("has_adapters", "platform", "remat"),
+    [
+        (False, "gpu", "none"),
+        (True, "gpu", "none"),
+        (True, "gpu", "dots"),
+        (True, "tpu", "dots"),
+        (False, "cpu", "dots"),
+    ],
+)
+def test_layers_in_turns_are_the_same_as_one_by_one(has_adapters, platform, remat):
+    """Two layers, and two turns of three, scanned or not, against a loop over layers with weights of their own."""
     assert [(len(run.kinds), run.repeats) for run in layer_runs(MIXED.kinds)] == [(2, 1), (3, 2)]
     draw, names = np.random.default_rng(0), ("kernel", "lora_a", "lora_b") if has_adapters else ("kernel", "bias")
     layers = {"mlp": {"up_proj": {name: draw.normal(size=(8, 3, 4)).astype(np.float32) for name in names}}}
@@ -354,7 +365,7 @@ def test_layers_in_turns_are_the_same_as_one_by_one(has_adapters, platform):
         return x * (1 + 0.1 * y) + (kind.window or 7)
 
     def in_runs(x, layers):
-        return scan_layers(compute, SAVEABLE["dots"], MIXED.kinds, x, layers, platform).sum()
+        return scan_layers(compute, remat, MIXED.kinds, x, layers, platform).sum()
 
     def one_by_one(x, layers):
         for i, kind in enumerate(MIXED.kinds):
@@ -363,6 +374,29 @@ def test_layers_in_turns_are_the_same_as_one_by_one(has_adapters, platform):
 
     found, wanted = (jax.jit(jax.value_and_grad(each, argnums=(0, 1)))(x, layers) for each in (in_runs, one_by_one))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
+
+
+def test_on_gpus_layers_are_unrolled_and_gate_and_up_one_product_with_the_same_gradients(monkeypatch):
+    config = replace(SMALL, num_layers=3, pattern=(LayerKind(window=3), LayerKind()))
+    params, tokens = random_params(config), jnp.asarray(TOKENS[:2, :8])
+
+    def gradients(remat):
+        def loss(params):
+            return (decoder(config, remat).apply(params, tokens, jnp.asarray(PLACES[:2, :8]))[0] ** 2).sum()
+
+        traced = jax.jit(jax.grad(loss)).trace(params)
+        return traced, jax.device_get(traced.lower().compile()(params))
+
+    scanned, wanted = gradients("dots")
+    for module in (decoder_module, layers_module):
+        monkeypatch.setattr(module, "compute_platform", lambda sharding: "gpu")
+    for remat in ("none", "dots"):
+        unrolled, found = gradients(remat)
+        assert " scan[" in str(scanned.jaxpr) and " scan[" not in str(unrolled.jaxpr)
+        assert ("prevent_cse" in str(unrolled.jaxpr)) == (remat == "dots")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(wanted):
+            (same,) = [each for at, each in jax.tree_util.tree_leaves_with_path(found) if at == path]
+            np.testing.assert_allclose(same, leaf, rtol=0, atol=1e-6 * np.abs(leaf).max(), err_msg=str(path))
 
 
 def test_the_backward_pass_keeps_no_copy_of_a_layer():

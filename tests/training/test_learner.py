@@ -19,7 +19,7 @@ from jaxft.core.types import Model
 from jaxft.harness.data_models import Trajectory
 from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import AUTO_REMATS, decoder
+from jaxft.models.decoder import auto_remats, decoder
 from jaxft.models.flash import Choice
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.weights import Weights
@@ -59,6 +59,7 @@ def model_with(remat):
 
 
 MODEL = model_with("full")
+CHOICES = auto_remats("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -373,20 +374,20 @@ def test_a_warm_up_changes_nothing_and_no_job_compiles_after_it(job, start, loss
     assert compiles.names() == [] and metrics["applied_updates"] == 2
 
 
-@pytest.mark.parametrize("remat", AUTO_REMATS)
+@pytest.mark.parametrize("remat", CHOICES)
 def test_the_fastest_checkpoint_policy_that_fits_is_trained(job, start, remat, monkeypatch):
     learner, tried = Learner(MODEL, LossConfig(), SGD, microbatch_tokens=64), []
 
     def memory(learner, params, longest):
         tried.append(learner.model)
-        if len(tried) == 1 and remat != AUTO_REMATS[0]:  # as compilers for TPUs end that find too little memory
+        if len(tried) == 1 and remat != CHOICES[0]:  # as compilers for TPUs end that find too little memory
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
-        return {"update": float(len(AUTO_REMATS) - len(tried))}
+        return {"update": float(len(CHOICES) - len(tried))}
 
     monkeypatch.setattr(memory_module, "training_memory", memory)
-    least = len(AUTO_REMATS) - 1 - AUTO_REMATS.index(remat)
+    least = len(CHOICES) - 1 - CHOICES.index(remat)
     assert first_fitting_remat(learner, start, 32, lambda memory: memory["update"] <= least) == remat
-    assert tried == [MODEL.with_remat(name) for name in AUTO_REMATS[: len(tried)]]
+    assert tried == [MODEL.with_remat(name) for name in CHOICES[: len(tried)]]
     assert learner.model == tried[-1]
 
 
