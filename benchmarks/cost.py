@@ -65,7 +65,7 @@ REACHED = {
 MOVES_CALIBRATED = 1.29
 """Time of launches that only move memory, on an H100, over their time by the model."""
 
-ATTENTION = re.compile(r"fmha|mha|attention|splash|paged")
+ATTENTION = re.compile(r"^(?!.*preprocess).*(fmha|mha|attention|splash|paged)")  # what comes before it has no products
 BACKWARD = {"dkv": 2.0, "dq": 1.5, "backward": 2.5, "bwd": 2.5}
 """Products of attention's backward kernels over the two of the forward kernel, by a word of their names."""
 
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=8, help="rows of a microbatch on a device (default %(default)s)")
     parser.add_argument("--width", type=int, default=2048, help="tokens of a row, or of a prompt (default %(default)s)")
     parser.add_argument("--slots", type=int, default=128, help="slots of the engine (default %(default)s)")
-    parser.add_argument("--remat", choices=REMATS, default="dots", help="checkpoint policy (default %(default)s)")
+    parser.add_argument("--remat", choices=REMATS, help="checkpoint policy (default: none on GPUs, dots on TPUs)")
     parser.add_argument("--packed", action="store_true", help="packed rows; two sequences in each where a kernel skips")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16")
     parser.add_argument("--top", type=int, default=20, metavar="N", help="lines of launches (default %(default)s)")
@@ -150,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         target, whole = find_target(parsed.target), model_preset(parsed.model)
         if target.kind not in REACHED:
             raise ValueError(f"no rates are known for {target.kind}; wanted one of {', '.join(REACHED)}")
+        parsed.remat = parsed.remat or ("none" if target.chip.platform == "gpu" else "dots")
         names = ("gradient", "step") if parsed.program == "update" else (parsed.program,)
         report([cost for name in names for cost in compiled_costs(parsed, name)], whole, parsed)
     except ValueError as error:

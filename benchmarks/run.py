@@ -3,8 +3,8 @@
     python benchmarks/run.py rollout update --model m60 --out results.json
     python benchmarks/run.py --suite cpu --out benchmarks/results/cpu.json     # two models; hours on two cores
     python benchmarks/run.py --suite gpu --out benchmarks/results/gpu.json     # a GPU with 80 GiB: under 8 minutes
-    python benchmarks/run.py update kernels score prefill decode --suite gpu --minutes 5      # the same in two parts
-    python benchmarks/run.py serve epoch --suite gpu --minutes 5
+    python benchmarks/run.py update kernels score prefill decode --suite gpu --minutes 4      # the same in two parts
+    python benchmarks/run.py serve epoch --suite gpu --minutes 4
     python benchmarks/run.py update --suite gpu --model qwen3-1.7b
     python benchmarks/run.py lora --suite gpu --model qwen3-8b
 
