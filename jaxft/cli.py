@@ -184,6 +184,9 @@ def _export_arguments(parser: Parser) -> None:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
     )
     parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base and write it whole")
+    parser.add_argument(
+        "--atif", action="store_true", help="write the kept episodes of a run instead, a file of ATIF for each"
+    )
 
 
 def _chat_arguments(parser: Parser) -> None:
@@ -280,8 +283,10 @@ all. On several machines each process is started there, with --coordinator, --nu
         run=_launch,
     ),
     "export": Verb(
-        help="write a model in Hugging Face's file format",
-        description="Writes the model of a run, or any other, in Hugging Face's file format and in the dtype given.",
+        help="write a model in Hugging Face's file format, or episodes in ATIF",
+        description="""Writes the model of a run, or any other, in Hugging Face's file format and in the dtype given.
+
+With --atif it writes the episodes that the run keeps, in the Agent Trajectory Interchange Format.""",
         add_arguments=_export_arguments,
         run="jaxft.harness.export:run",
     ),

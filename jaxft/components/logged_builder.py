@@ -60,7 +60,11 @@ def read_item(item: EvalInputItem, template: ChatTemplate, config: LoggedTraject
     """
     if isinstance(item, ReadItem):
         return item.read
-    row = read_logged(item.full_dataset_entry)
+    given = item.full_dataset_entry
+    if "token_sequences" in given:  # as they were sampled
+        own = Logged((Conversation([], given["messages"]),), [], given.get("reward"))
+        return ReadRow(own, [TokenSequence.model_validate(each) for each in given["token_sequences"]])
+    row = read_logged(given)
     return ReadRow(row, logged_sequences(row, template, only_last=config.trained == "last_answer"))
 
 

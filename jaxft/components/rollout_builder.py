@@ -15,7 +15,7 @@ from jaxft.harness.registry import TrajectoryBuilderConfig
 from jaxft.rollout.calls import Call
 from jaxft.rollout.messages import comparison_key, readable_text
 from jaxft.rollout.recorder import TRAINING, WORKFLOW
-from jaxft.rollout.sequences import episode_messages, is_targeted
+from jaxft.rollout.sequences import conversations, is_targeted
 
 ROLES = {role.value: role for role in EpisodeItemRole}
 
@@ -166,10 +166,15 @@ class RolloutBuilder(TrajectoryBuilder):
 
 
 def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
-    """Return the conversation of an episode; answers of a language model carry their log-probabilities."""
+    """Return the conversation of an episode; answers of a language model carry their log-probabilities.
+
+    The `metadata` of an item have what its text does not say: calls of tools, the call that a result is of, and the
+    number of the conversation if an episode has several.
+    """
     unmatched = list(outcome.episode.calls)
     items = []
-    for message in episode_messages(outcome.episode.calls):
+    talks = conversations(outcome.episode.calls)
+    for number, message in ((number, message) for number, talk in enumerate(talks) for message in talk):
         role = ROLES.get(message["role"], EpisodeItemRole.OTHER)
         logprobs = call = None
         if role is EpisodeItemRole.ASSISTANT:
@@ -180,7 +185,10 @@ def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
             logprobs = [] if call is None else list(call.sampler_logprobs)
             unmatched = [other for other in unmatched if other is not call]
         text = readable_text(message) if call is None else call.full_text
-        items.append(EpisodeItem(role=role, content=text, logprobs=logprobs))
+        beside = {name: message[name] for name in ("tool_calls", "tool_call_id") if message.get(name)}
+        beside |= {"content": message["content"]} if "tool_calls" in beside else {}
+        beside |= {"conversation": number} if number else {}
+        items.append(EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=beside or None))
     return items
 
 

@@ -25,7 +25,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-import jaxft.harness.arrow_datasets  # noqa: F401, registers dataset loaders, and so does `datasets`
+import jaxft.harness.arrow_datasets
+import jaxft.harness.atif  # noqa: F401
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness.config_merge import (
     OUTPUT_DIR,

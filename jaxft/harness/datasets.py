@@ -109,6 +109,11 @@ def read_json(path: Path) -> Iterator[DatasetRow]:
         yield _row(f"{path}:row {number}", value)
 
 
+def read_object(path: Path) -> Iterator[DatasetRow]:
+    """Read the one row of a JSON file that holds an object; encoding and errors are those of `read_jsonl`."""
+    yield _row(str(path), _parse_json(_text(path), path))
+
+
 def read_csv(path: Path) -> Iterator[DatasetRow]:
     """Read the rows of a CSV file: UTF-8, with or without a byte order mark, lines ended by LF or CRLF.
 

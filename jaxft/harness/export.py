@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft.errors import ConfigError
+from jaxft.harness.atif import export_episodes
 from jaxft.harness.runtime import run_main
 from jaxft.harness.session import MODEL_FOLDER
 from jaxft.models.gguf import config_file
@@ -21,9 +22,11 @@ from jaxft.runs.console import Console
 
 
 def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
-    """Export the model that the command line names, and return the exit code."""
+    """Export the model that the command line names, or episodes, and return the exit code."""
 
     async def main() -> None:
+        if parsed.atif:
+            return export_episodes(parsed.source, parsed.folder)
         export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
 
     return run_main(main, title="export")

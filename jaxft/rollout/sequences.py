@@ -140,10 +140,15 @@ def _without_tail(sequence: TokenSequence) -> TokenSequence:
 
 def episode_messages(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Return the messages of all calls, for people to read; a call that a later one continues is not repeated."""
-    messages: list[dict[str, Any]] = []
+    return [message for conversation in conversations(calls) for message in conversation]
+
+
+def conversations(calls: Sequence[Call]) -> list[list[dict[str, Any]]]:
+    """Return the messages of `episode_messages`, conversation by conversation."""
+    found: list[list[dict[str, Any]]] = []
     for index, call in enumerate(calls):
         answered = [*call.messages, call.answer_message]
         later = calls[index + 1].messages if index + 1 < len(calls) else ()
         if list(map(comparison_key, later[: len(answered)])) != list(map(comparison_key, answered)):
-            messages += answered
-    return messages
+            found.append(answered)
+    return found

@@ -1,0 +1,187 @@
+"""Episodes are written as ATIF and read again: every row is the same, and every document is one of the format."""
+
+import json
+import random
+
+import atif
+import pytest
+
+import jaxft
+from jaxft.cli import main
+from jaxft.components.configs import LoggedTrajectoryBuilderConfig
+from jaxft.components.logged_builder import read_item
+from jaxft.components.rollout_builder import to_messages
+from jaxft.errors import DatasetError
+from jaxft.harness.atif import read_atif, to_atif
+from jaxft.harness.outcomes import EpisodeOutcome
+from jaxft.rollout.messages import ToolCall
+from jaxft.rollout.recorder import TRAINING, Episode
+from jaxft.rollout.sequences import TokenSequence, token_sequences
+
+EXACT = {"tokens", "completion_mask", "sampler_logprobs", "behavior_logprobs", "policy_versions", "turns"}
+CONFIG = LoggedTrajectoryBuilderConfig(llm="policy")
+ANSWER = {"source": "agent", "message": "2"}
+IDS = {"prompt_token_ids": [1], "completion_token_ids": [2]}
+ASKED = {"source": "user", "message": "1 + 1?"}
+
+
+def random_calls(rng, make_call):
+    """Calls of some conversations of several models, with tools, branches and odd bytes."""
+    calls, open_talks = [], []
+    for index in range(rng.randint(1, 6)):
+        talk = rng.choice(open_talks) if open_talks and rng.random() < 0.6 else None
+        messages, ids, llm = talk or ((), [], rng.choice(["policy", "other"]))
+        if messages and messages[-1].get("tool_calls"):
+            asked = {"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "41\x00\ufffd"}
+        else:
+            asked = {"role": "user", "content": f"question {rng.randrange(4)}"}
+        begin = [{"role": "system", "content": "Be brief."}] if not messages and rng.random() < 0.5 else []
+        messages = (*messages, *begin, asked)
+        prompt = [*ids, *(rng.randrange(100) for _ in range(rng.randint(1, 4)))]
+        tokens = [rng.randrange(100) for _ in range(rng.randint(1, 5))]
+        given = {
+            "content": f"answer {index} \ud800".encode("utf-8", "replace").decode(),
+            "llm": llm,
+            "messages": messages,
+        }
+        if rng.random() < 0.3:
+            arguments = rng.choice(['{"item": "sofa"}', '{"item": '])
+            given["tool_calls"] = (ToolCall(f"call{index:05d}", "price", arguments),)
+        call = make_call(
+            index,
+            prompt,
+            tokens,
+            finish_reason=rng.choice(["stop", "length"]),
+            temperature=rng.choice([0.7, 1.0]),
+            **given,
+        )
+        if rng.random() < 0.3:
+            call.reply.completion.behavior_logprobs[0] -= 0.5
+            call.reply.completion.supports.extend(["", "QQ"][rng.randrange(2)] for _ in tokens)
+        calls.append(call)
+        open_talks.append(((*messages, call.answer_message), [*prompt, *tokens], llm))
+    return calls
+
+
+def saved_episode(calls, reward, untargeted=()):
+    """The row of `samples.jsonl` of an episode with these calls."""
+    item = jaxft.EvalInputItem(id="sum", full_dataset_entry={})
+    outcome = EpisodeOutcome(item, Episode(0, TRAINING, 0, "sum", 3, calls=calls))
+    trajectory = jaxft.Trajectory(
+        episode=to_messages(outcome),
+        reward=reward,
+        example_id="sum",
+        generation=3,
+        metadata={"finish_reasons": [call.reply.completion.finish_reason for call in calls]},
+        sequences=token_sequences(calls, lambda call: call.index not in untargeted),
+    )
+    return {"epoch": 2} | json.loads(trajectory.model_dump_json())
+
+
+def test_200_random_episodes_give_the_same_rows_and_are_valid(make_call, tmp_path):
+    rng, several = random.Random(0), 0
+    for _ in range(200):
+        calls = random_calls(rng, make_call)
+        untargeted = {call.index for call in calls[1:] if rng.random() < 0.2}
+        saved = saved_episode(calls, rng.choice([0.25, None]), untargeted)
+        document = json.loads(json.dumps(to_atif(saved, "run")))
+        atif.Trajectory.model_validate(document)
+        (tmp_path / "episode.json").write_text(json.dumps(document))
+        (row,) = read_atif(tmp_path / "episode.json")
+        item = jaxft.EvalInputItem(id="0", full_dataset_entry=row.fields)
+        read = read_item(item, None, CONFIG)
+        wanted = [TokenSequence.model_validate(each) for each in saved["sequences"]]
+        for mine, other in zip(wanted, read.sequences, strict=True):
+            assert mine.model_dump(include=EXACT) == other.model_dump(include=EXACT)
+            assert mine.supports == other.supports and other.is_logged and other.llm is None
+        assert read.row.reward == (saved["reward"] if saved["scorable"] else None)
+        several += "subagent_trajectories" in document
+    assert 20 < several < 180
+
+
+def test_calls_of_tools_and_their_results_are_steps(make_call):
+    price = ToolCall("call00000", "price", '{"item": "sofa"}')
+    given = {"tool_calls": (price,), "response_text": "Let me look.<tool_call>"}
+    asks = make_call(0, [1], [2, 3], content="Let me look.", **given)
+    result = {"role": "tool", "tool_call_id": "call00000", "content": "41"}
+    answers = make_call(1, [1, 2, 3, 4], [5], content="41", messages=(*asks.messages, asks.answer_message, result))
+    document = to_atif(saved_episode([asks, answers], 1.0), "run")
+    user, agent, last = document["steps"]
+    assert user == {"step_id": 1, "source": "user", "message": "question 0"}
+    assert agent["message"] == "Let me look." and agent["metrics"]["completion_token_ids"] == [2, 3]
+    assert agent["tool_calls"] == [
+        {"tool_call_id": "call00000", "function_name": "price", "arguments": {"item": "sofa"}}
+    ]
+    assert agent["observation"] == {"results": [{"source_call_id": "call00000", "content": "41"}]}
+    assert last["metrics"]["prompt_token_ids"] == [1, 2, 3, 4] and last["metrics"]["logprobs"] == [-101.0]
+
+
+def written(tmp_path, *documents):
+    path = tmp_path / "trajectories.jsonl"
+    path.write_text("".join(json.dumps({"schema_version": "ATIF-v1.6"} | each) + "\n" for each in documents))
+    return [row.fields for row in read_atif(path)]
+
+
+def test_trajectories_without_ids_are_conversations_of_their_own(tmp_path):
+    tool_call = {"tool_call_id": "a", "function_name": "add", "arguments": {"x": 1}}
+    results = {"results": [{"source_call_id": "a", "content": "2"}]}
+    looks = {"source": "agent", "message": [{"type": "text", "text": "Adding."}], "tool_calls": [tool_call]}
+    shown = {"source": "agent", "message": "as before", "is_copied_context": True}
+    free = {"source": "agent", "message": "ls", "observation": {"results": [{"content": "a.txt"}]}}
+    part = {"trajectory_id": "part", "steps": [ASKED, free]}
+    document = {"steps": [ASKED, shown, ASKED, looks | {"observation": results}, ANSWER], "extra": {"reward": 0.5}}
+    whole, other = written(tmp_path, document | {"subagent_trajectories": [part]})
+    roles = [message["role"] for message in whole["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "tool", "assistant"]
+    assert whole["messages"][1]["weight"] == 0 and whole["messages"][3]["tool_calls"][0]["function"]["name"] == "add"
+    assert whole["reward"] == other["reward"] == 0.5 and "token_sequences" not in whole
+    assert other["messages"] == [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "ls"}]
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"schema_version": "2"}, "schema_version is '2'; wanted ATIF-v1.0 to ATIF-v1.8"),
+        ({}, "steps is None; wanted a list"),
+        ({"steps": [ASKED, {"source": "robot"}]}, r"steps\[1\] is .*robot.*; wanted an object whose source is"),
+        (
+            {"steps": [{"source": "user", "message": [{"type": "image"}]}, ANSWER]},
+            r"steps\[0\] has a message that is no",
+        ),
+        (
+            {
+                "steps": [
+                    ANSWER | {"metrics": {"prompt_token_ids": [1], "completion_token_ids": [2], "logprobs": [0, 0]}}
+                ]
+            },
+            "has 1 completion_token_ids, but 2 values in logprobs",
+        ),
+    ],
+)
+def test_what_is_no_trajectory_is_refused(tmp_path, document, said):
+    with pytest.raises(DatasetError, match=rf"trajectories\.jsonl:1: .*{said}"):
+        written(tmp_path, document)
+
+
+@pytest.mark.slow
+def test_the_episodes_of_a_run_train_another_one(tmp_path, capsys):
+    run = jaxft.train(
+        "qwen3-50k", lambda completion: len(completion) / 8, ["one?", "two?"], num_epochs=1, max_completion_length=8,
+        num_generations=4, output_dir=tmp_path / "run",
+    )  # fmt: skip
+    assert main(["export", str(run.output_dir), str(tmp_path / "atif"), "--atif"]) == 0
+    assert "3 episodes written" in capsys.readouterr().out
+    assert main(["export", str(run.output_dir), str(tmp_path / "atif"), "--atif"]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+    (tmp_path / "logs.jsonl").write_text('{"prompt": "one?", "completion": "1"}\n')
+    assert main(["init", "--from", str(tmp_path / "logs.jsonl"), str(tmp_path / "again")]) == 0
+    dataset = f"{{_type: atif, file_path: {tmp_path / 'atif'}}}"
+    chosen = ["--set", f"eval.general.dataset={dataset}", "--set", f"finetuning.output_dir={tmp_path / 'out'}"]
+    assert (
+        main(
+            ["finetune", "--config-file", str(tmp_path / "again" / "run.yml"), "--set", "eval.validation=null", *chosen]
+        )
+        == 0
+    )
+    rows = [json.loads(line) for line in (tmp_path / "out" / "training_metrics.jsonl").open()]
+    assert rows[0]["logged_rows"] == 3 and rows[0]["applied_updates"] == 1
