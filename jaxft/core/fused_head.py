@@ -34,6 +34,9 @@ SLICE_LOGITS = 2**28
 LANES = 128
 """Multiple of which the width of a slice is: that of a tile of TPUs and of tensor cores."""
 
+CAPACITIES = 4
+"""Number of capacities of a head that leaves masked tokens out: quarters of the tokens."""
+
 LARGEST_SUM = math.exp(64)
 """Largest sum of exponentials relative to the chosen token. Those of likelier sums are taken relative to the largest.
 
@@ -81,6 +84,7 @@ def fused_token_logprobs(
     temperature: Float[Array, "N"] | Float[Array, ""] | float = 1.0,
     *,
     completion_mask: Bool[Array, "N"] | None = None,
+    leaves_out: bool = False,
     logit_scale: float = 1.0,
     slice_logits: int = SLICE_LOGITS,
 ) -> FusedScores:
@@ -102,6 +106,9 @@ def fused_token_logprobs(
             temperature is negative or not finite gets NaN and no gradient.
         completion_mask: True for the tokens to score; the others get 0 and no gradient, whatever they hold. None
             for all.
+        leaves_out: True to leave masked tokens out of the products: the others come first, and the program has the head
+            for each quarter of the tokens, of which it runs the smallest that holds them. That is four times the
+            code; memory is that of all tokens.
         logit_scale: factor of the logits.
         slice_logits: number of logits that exist at a time.
 
@@ -127,9 +134,18 @@ def fused_token_logprobs(
         is_scored &= completion_mask
     # Zeros have equal logits: nothing overflows, and what a masked token holds, NaN too, spoils no sum.
     hidden = jnp.where(is_scored[:, None], hidden, 0)
+    given = hidden, tokens, scaling_temperature(temperature) / logit_scale
+    count, order = is_scored.sum(), None
+    capacities: tuple[int, ...] = (tokens.size,)
+    if leaves_out:
+        order = jnp.argsort(~is_scored)  # stable
+        given = jax.tree.map(lambda x: x.at[order].get(mode="promise_in_bounds", unique_indices=True), given)
+        capacities = tuple(-(-tokens.size * part // CAPACITIES) for part in range(1, CAPACITIES + 1))
     slices = max(1, -(-tokens.size * head.shape[0] // slice_logits))
     width = -(-head.shape[0] // slices // LANES) * LANES
-    found = _scores(width, hidden, head, tokens, scaling_temperature(temperature) / logit_scale)
+    found = _scores(width, capacities, head, count, *given)
+    if order is not None:
+        found = jax.tree.map(lambda x: jnp.zeros_like(x).at[order].set(x, unique_indices=True), found)
     others = jnp.nan if completion_mask is None else jnp.where(completion_mask & ~is_temperature, jnp.nan, 0.0)
     logprobs, entropy, log_normalizers = (jnp.where(is_scored, x, others) for x in found[:3])
     return FusedScores(logprobs, entropy, log_normalizers, found[3] & is_scored)
@@ -184,32 +200,33 @@ def _reduce_at_once(*terms: Array) -> tuple[Array, ...]:
     return tuple(jax.lax.reduce(terms, (zero, zero, zero - jnp.inf), add, (1,)))
 
 
-def _pass(width: int, keeps: bool, hidden: Array, head: Array, tokens: Array, temperature: Array, last: _Pass) -> _Pass:
-    """Return the pass after another one."""
-    base, of_slices = last.base, list[Any]()
+def _pass(
+    width: int, capacity: int, head: Array, hidden: Array, tokens: Array, temperature: Array, last: _Pass
+) -> _Pass:
+    """Return the pass after another one, in which tokens beyond the capacity have logits of 0."""
+    given, of_slices = hidden[:capacity], list[Any]()
     for first, rows in _slices(head, width):
-        logits = _product(hidden, rows, 1, 1)  # [N _]
-        exponents = (logits - base[:, None]) / temperature[:, None]
+        logits = jnp.pad(_product(given, rows, 1, 1), ((0, len(tokens) - capacity), (0, 0)))  # [N _]
+        exponents = (logits - last.base[:, None]) / temperature[:, None]
         is_chosen = jnp.arange(first, first + len(rows)) == tokens[:, None]
         weights = jnp.where(is_chosen, 0.0, jnp.exp(exponents))
         terms = weights, weights * jnp.maximum(exponents, MIN_LOGPROB), logits
         sums = jax.lax.platform_dependent(*terms, cuda=_reduce_at_once, default=_reduce_each)  # [N] each
-        found = weights.astype(hidden.dtype) if keeps else None, *sums
         # In turn: XLA would compute the logits of all slices before it reads any.
-        hidden, found = jax.lax.optimization_barrier((hidden, found))
+        given, found = jax.lax.optimization_barrier((given, (weights.astype(hidden.dtype), *sums)))
         of_slices.append(found)
-    kept, masses, moments, largest = (list(each) for each in zip(*of_slices, strict=True))
+    kept, masses, moments, largest = zip(*of_slices, strict=True)
     mass = sum(masses)
     is_large = mass > LARGEST_SUM
     base = jnp.where(is_large, jnp.stack(largest).max(axis=0), last.base)
-    overflows = last.overflows | is_large
-    return _Pass(is_large.any(), base, last.base, overflows, tuple(kept if keeps else ()), mass, sum(moments))
+    kept = kept if last.kept else ()
+    return _Pass(is_large.any(), base, last.base, last.overflows | is_large, kept, mass, sum(moments))
 
 
 def _compute(
-    width: int, keeps: bool, hidden: Array, head: Array, tokens: Array, temperature: Array
-) -> tuple[tuple[Array, ...], Any]:
-    """Return the scores, and the arrays that the gradient needs."""
+    width: int, keeps: bool, capacity: int, head: Array, hidden: Array, tokens: Array, temperature: Array
+) -> tuple[tuple[Array, ...], tuple[Any, ...]]:
+    """Return the scores of the tokens within the capacity, and the arrays that the gradient needs."""
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
     own_rows = head.at[tokens].get(mode="fill", fill_value=jnp.nan)  # which a token outside the vocabulary lacks
     chosen = (hidden.astype(wide) * own_rows.astype(wide)).sum(axis=-1)
@@ -217,7 +234,7 @@ def _compute(
     none, zeros = jnp.zeros(tokens.shape, bool), jnp.zeros(tokens.shape, wide)
     base = jnp.maximum(chosen, jnp.finfo(wide).min)  # -inf has no difference from another -inf
     begun = _Pass(jnp.ones((), bool), base, base, none, tuple(kept), zeros, zeros)
-    turn = partial(_pass, width, keeps, hidden, head, tokens, temperature)
+    turn = partial(_pass, width, capacity, head, hidden, tokens, temperature)
     with jax.named_scope("at_most_1"):  # which `planning.hlo` reads: the second turn is an exception
         last = jax.lax.while_loop(lambda each: each.is_unfinished, turn, begun)
     exponent = (chosen - last.used) / temperature  # of the chosen token: 0 in a single pass
@@ -226,19 +243,20 @@ def _compute(
     moment = last.moment + own * jnp.maximum(exponent, MIN_LOGPROB)
     total = last.mass + own
     scores = exponent - log_total, log_total - moment / total, last.used / temperature + log_total, last.overflows
-    return scores, (hidden, head, tokens, last.kept, last.mass, own, 1 / (total * temperature))
+    return scores, (last.mass, own, 1 / (total * temperature), last.kept)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scores(width: int, hidden: Array, head: Array, tokens: Array, temperature: Array) -> tuple[Array, ...]:
-    """Return log-probability, entropy and normalizer of each token, and whether its logits were computed twice."""
-    return _compute(width, False, hidden, head, tokens, temperature)[0]
-
-
-def _scores_backward(width: int, saved: Any, cotangents: tuple[Array, ...]) -> tuple[Array, Array, None, None]:
+def _gradients(
+    width: int,
+    capacity: int,
+    head: Array,
+    tables: tuple[Array, ...],
+    saved: tuple[Any, ...],
+    cotangents: tuple[Array, Array],
+) -> tuple[Array, Array]:
     """`T dz = d_logprob (1_chosen - p) + d_normalizer p`: products with the exponentials, and the chosen row apart."""
-    hidden, head, tokens, kept, mass, own, per_total = saved
-    d_logprobs, _, d_normalizers, _ = cotangents
+    first = jax.tree.map(lambda x: x[:capacity], (tables, saved, cotangents))
+    (hidden, tokens, _), (mass, own, per_total, kept), (d_logprobs, d_normalizers) = first
     of_others = (d_normalizers - d_logprobs) * per_total
     of_chosen = (d_logprobs * mass + d_normalizers * own) * per_total
     scaled = (hidden * of_others[:, None]).astype(hidden.dtype)
@@ -249,8 +267,33 @@ def _scores_backward(width: int, saved: Any, cotangents: tuple[Array, ...]) -> t
         d_rows.append(_product(weights, scaled, 0, 0))
         scaled, d_hidden, d_rows[-1] = jax.lax.optimization_barrier((scaled, d_hidden, d_rows[-1]))
     d_head = jnp.concatenate(d_rows).at[tokens].add(hidden * of_chosen[:, None])
-    d_hidden = of_chosen[:, None] * head[tokens] + of_others[:, None] * d_hidden
-    return d_hidden.astype(hidden.dtype), d_head.astype(head.dtype), None, None
+    d_hidden = (of_chosen[:, None] * head[tokens] + of_others[:, None] * d_hidden).astype(hidden.dtype)
+    return d_head.astype(head.dtype), jnp.pad(d_hidden, ((0, len(tables[0]) - capacity), (0, 0)))
 
 
-_scores.defvjp(lambda width, *given: _compute(width, True, *given), _scores_backward)
+def _run_smallest(capacities: tuple[int, ...], count: Array, compute: Any, *given: Any) -> Any:
+    """Return `compute(capacity, *given)` for the first capacity that holds so many tokens."""
+    index = sum((count > capacity for capacity in capacities[:-1]), jnp.zeros((), jnp.int32))
+    return jax.lax.switch(index, [partial(compute, capacity) for capacity in capacities], *given)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores(width: int, capacities: tuple[int, ...], head: Array, count: Array, *tables: Array) -> tuple[Array, ...]:
+    """Return log-probability, entropy and normalizer of the first `count` tokens, and whether they overflow."""
+    scores: tuple[Array, ...] = _run_smallest(capacities, count, partial(_compute, width, False), head, *tables)[0]
+    return scores
+
+
+def _scores_forward(width: int, capacities: tuple[int, ...], head: Array, count: Array, *tables: Array) -> Any:
+    scores, saved = _run_smallest(capacities, count, partial(_compute, width, True), head, *tables)
+    return scores, (head, count, tables, saved)
+
+
+def _scores_backward(width: int, capacities: tuple[int, ...], residuals: Any, cotangents: Any) -> Any:
+    head, count, tables, saved = residuals
+    given = head, tables, saved, (cotangents[0], cotangents[2])
+    d_head, d_hidden = _run_smallest(capacities, count, partial(_gradients, width), *given)
+    return d_head, None, d_hidden, None, None
+
+
+_scores.defvjp(_scores_forward, _scores_backward)

@@ -264,7 +264,8 @@ def _score(
         _score_in_chunks, model, teacher, entropy_gradient, -(-chunk_tokens // devices)
     )
     if is_fused:
-        compute = partial(_score_fused, model)
+        # The compiler for TPUs takes a minute for each head, that for GPUs some seconds.
+        compute = partial(_score_fused, model, platform == "gpu" and completion_mask is not None)
     if sharding is None:
         return compute(heads, *given)
     length = tokens.shape[1]
@@ -276,6 +277,7 @@ def _score(
 
 def _score_fused(
     model: Model,
+    leaves_out: bool,
     heads: tuple[Params, None],
     completion_mask: Bool[Array, "B S"] | None,
     supports: None,
@@ -288,7 +290,7 @@ def _score_fused(
     (head,) = heads[0].values()
     mask = None if completion_mask is None else completion_mask.reshape(-1)
     flat = hidden.reshape(-1, hidden.shape[-1]), head, tokens.reshape(-1), temperature.reshape(-1)
-    found = fused_token_logprobs(*flat, completion_mask=mask, logit_scale=model.logit_scale)
+    found = fused_token_logprobs(*flat, completion_mask=mask, leaves_out=leaves_out, logit_scale=model.logit_scale)
     scores = found.logprobs, found.entropy, found.overflows.astype(jnp.float32)
     return tuple(x.reshape(tokens.shape) for x in scores)
 

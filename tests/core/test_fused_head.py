@@ -27,13 +27,13 @@ WEIGHTS = draw.normal(size=(2, TOKENS)).astype(np.float32)
 EVERY = np.ones(TOKENS, bool)
 
 
-@jax.jit
-def scores_and_gradients(hidden, head, tokens, temperature, mask):
+@partial(jax.jit, static_argnames="leaves_out")
+def scores_and_gradients(hidden, head, tokens, temperature, mask, leaves_out):
     """Scores, and gradients of a weighted sum of log-probabilities, normalizers and entropies."""
 
     def total(hidden, head):
         given = {"completion_mask": mask, "logit_scale": SCALE, "slice_logits": SLICED}
-        scores = fused_token_logprobs(hidden, head, tokens, temperature, **given)
+        scores = fused_token_logprobs(hidden, head, tokens, temperature, leaves_out=leaves_out, **given)
         of_logprobs, of_normalizers = WEIGHTS[:, : len(hidden)]
         sums = of_logprobs * scores.logprobs + of_normalizers * scores.log_normalizers + 7 * scores.entropy
         return jnp.where(mask, sums, 0.0).sum(), scores
@@ -42,8 +42,10 @@ def scores_and_gradients(hidden, head, tokens, temperature, mask):
     return scores, gradients
 
 
-def computed(hidden=HIDDEN, head=HEAD, tokens=CHOSEN, temperature=TEMPERATURES, mask=EVERY, dtype=np.float32):
-    found = scores_and_gradients(hidden.astype(dtype), head.astype(dtype), tokens, temperature, mask)
+def computed(
+    hidden=HIDDEN, head=HEAD, tokens=CHOSEN, temperature=TEMPERATURES, mask=EVERY, dtype=np.float32, leaves_out=False
+):
+    found = scores_and_gradients(hidden.astype(dtype), head.astype(dtype), tokens, temperature, mask, leaves_out)
     return jax.tree.map(lambda x: np.asarray(x, None if x.dtype == bool else np.float32), jax.device_get(found))
 
 
@@ -121,6 +123,16 @@ def test_masked_tokens_and_impossible_temperatures_spoil_nothing():
     np.testing.assert_allclose(scores[0][left], wanted[0][0][left], rtol=0, atol=1e-5)
     assert row_errors(gradients[0][left], wanted[1][0][left]).max() < 2e-6
     assert np.isfinite(gradients[1]).all() and not np.delete(gradients[0], left, axis=0).any()
+
+
+@pytest.mark.parametrize("count", [0, 1, 6, 7, 18, 24])
+def test_masked_tokens_left_out_change_nothing(count):
+    """The head has 6, 12, 18 or 24 tokens; one of them is less likely than float32 can say."""
+    unlikely = HIDDEN.copy()
+    unlikely[5] = HEAD[CHOSEN[5]] * -30
+    mask = np.random.default_rng(count).permutation(TOKENS) < count
+    found, expected = (computed(unlikely, mask=mask, leaves_out=leaves_out) for leaves_out in (True, False))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), found, expected)
 
 
 def test_infinite_and_undefined_logits_are_scored_as_by_the_formula():
