@@ -181,6 +181,9 @@ def update_bytes(
         chunk = scored * (config.vocab_size * itemsize + 3 * config.hidden_size * FLOAT32)
     of_sums = FLOAT32 + itemsize if is_fused else FLOAT32 if chunks > 1 else itemsize
     everything = (_unrolled if platform == "gpu" else _everything)(activations, repeats_heads, config)
+    of_layer = block_weights(config) // tensor * itemsize
+    if platform == "gpu":  # gathered weights are kept, and the result of up without its adapter beside the sum
+        everything += (of_layer if is_gathered else 0) + (0 if has_gradient else activations.wide)
     kept = activations.kept(remat, everything)
     of_turn = 0 if platform == "gpu" else max(len(run.kinds) for run in layer_runs(config.kinds)) * kept
     return UpdateBytes(
@@ -195,7 +198,7 @@ def update_bytes(
         turn=of_turn * (1 if has_gradient else 2),
         # The feed-forward's three activations have a gradient each, the residual stream and its norm as well.
         layer=_recomputed_bytes(activations, repeats_heads, config) + 3 * activations.wide + 2 * activations.hidden,
-        layer_weights=block_weights(config) // tensor * itemsize * (2 if is_gathered and has_gradient else 1),
+        layer_weights=of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
         is_unrolled=platform == "gpu",
     )

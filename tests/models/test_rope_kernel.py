@@ -44,3 +44,21 @@ def test_bfloat16_is_rounded_once():
     wanted = jax.jit(by_formula, static_argnums=4)(x.astype(np.float32), scale.astype(np.float32), *given)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "width"), [(16, 128), (8, 128), (3, 64), (1, 256)])
+def test_on_the_device_it_is_the_formula(heads, width):
+    draw = np.random.default_rng(0)
+    x, weights = (jnp.asarray(draw.normal(size=(1536, heads, width)), jnp.bfloat16) for _ in range(2))
+    scale, angles = jnp.asarray(draw.normal(size=width), jnp.bfloat16), draw.normal(size=(1536, width // 2))
+    cos, sin = (jnp.asarray(each, jnp.float32) for each in (np.cos(angles), np.sin(angles)))
+
+    def gradients(function, x, scale):
+        y, pull_back = jax.vjp(lambda x, scale: function(x, scale, cos, sin, 1e-6), x, scale)
+        return y, *pull_back(weights.astype(y.dtype))
+
+    found = jax.jit(partial(gradients, norm_and_rotate))(x, scale)
+    wanted = jax.jit(partial(gradients, by_formula))(x.astype(jnp.float32), scale.astype(jnp.float32))
+    for got, exact in zip(found, wanted, strict=True):
+        assert np.linalg.norm(np.asarray(got, np.float32) - exact) <= 0.01 * np.linalg.norm(exact)
