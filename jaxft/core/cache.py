@@ -3,10 +3,10 @@
 A page holds the keys and values of 64 consecutive tokens in every layer. Row `r` has its tokens 64 c to 64 c + 63 in
 page `tables[r, c]`; entries behind the last token of a row are never read. Several rows may read the same page, but a
 page is written for one row only. On a mesh the pages divide over the row shards, and those of a row are in its shard.
-Letters: `B` rows, `C` columns of a table, `N` pages.
+Letters: `B` rows, `C` columns of a table, `N` pages, `S` sets of rows that share pages, `M` the most rows of one.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,74 @@ def own_tables(rows: int, columns: int, row_shards: int = 1) -> Int[np.ndarray, 
     """
     numbers = np.arange(rows * columns, dtype=np.int32).reshape(row_shards, columns, rows // row_shards)
     return numbers.swapaxes(1, 2).reshape(rows, columns)
+
+
+SHARING_ROWS = 16
+"""Most rows of a set that shares pages: with two heads for a key they are 32 rows of a product."""
+
+LEAST_SAVED = 8
+"""Pages are loaded once for all that share them where that saves this part of all pages, as it takes a call more."""
+
+
+class SharedPages(NamedTuple):
+    """Sets of rows that begin with the same pages, to be read once for all of them.
+
+    Attributes:
+        rows: rows of each set, numbered within their row shard; padding has a number beyond the last.
+        columns: number of pages that a set shares; 0 for padding.
+        own: first column of each row that it does not share; 0 for a row of no set.
+    """
+
+    rows: Int[Any, "S M"]
+    columns: Int[Any, "S"]
+    own: Int[Any, "B"]
+
+
+class SharedTables(NamedTuple):
+    """Page tables of rows, and the pages that these share."""
+
+    tables: Int[Any, "B C"]
+    shared: SharedPages
+
+
+def no_shared_pages(rows: int, row_shards: int = 1) -> SharedPages:
+    """Return the sets of rows of which none shares a page; half as many sets as rows are enough for any."""
+    sets = max(1, rows // row_shards // 2) * row_shards
+    beyond = np.full((sets, SHARING_ROWS), rows // row_shards, np.int32)
+    return SharedPages(beyond, np.zeros(sets, np.int32), np.zeros(rows, np.int32))
+
+
+def find_shared_pages(
+    tables: Int[np.ndarray, "B C"], whole: Int[np.ndarray, "B"], row_shards: int = 1
+) -> SharedPages | None:
+    """Return which rows begin with the same pages; None where reading those once saves little.
+
+    Args:
+        tables: pages of each row.
+        whole: number of pages of each row that are full, and so not written any more.
+        row_shards: number of row shards, which share no page.
+
+    >>> found = find_shared_pages(np.array([[5, 7, 1], [3, 4, 0], [5, 7, 2]]), np.array([2, 1, 3]))
+    >>> found.rows[:, :3].tolist(), found.columns.tolist(), found.own.tolist()
+    ([[0, 2, 3]], [2], [2, 0, 2])
+    """
+    (rows, columns), found = tables.shape, no_shared_pages(len(tables), row_shards)
+    is_whole = np.arange(columns) < whole[:, None]
+    holders = np.bincount(tables[is_whole], minlength=tables.max() + 1)
+    lengths = np.cumprod(is_whole & (holders[tables] > 1), axis=1).sum(axis=1)
+    by_page: dict[int, list[int]] = {}  # rows that share a page share all before it
+    for row in np.flatnonzero(lengths).tolist():
+        by_page.setdefault(int(tables[row, lengths[row] - 1]), []).append(row)
+    each, used, saved = rows // row_shards, [0] * row_shards, 0
+    for alike in by_page.values():
+        for start in range(0, len(alike) - 1, SHARING_ROWS):  # one row alone reads its own
+            members, shard = alike[start : start + SHARING_ROWS], alike[0] // each
+            number = shard * (len(found.columns) // row_shards) + used[shard]
+            used[shard] += 1
+            found.rows[number, : len(members)] = np.array(members) - shard * each
+            found.columns[number] = found.own[members] = lengths[alike[0]]
+            saved += (len(members) - 1) * int(lengths[alike[0]])
+    return found if LEAST_SAVED * saved >= max(1, whole.sum()) else None
 
 
 def init_cache(model: Model, rows: int, length: int, dtype: Any) -> tuple[Cache, Int[np.ndarray, "B C"]]:

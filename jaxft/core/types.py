@@ -37,9 +37,10 @@ class Model(NamedTuple):
         init: `key -> params`.
         apply: `(params, tokens [B T], positions [B T], cache=None, tables=None, segment_ids=None) -> (hidden [B T D],
             cache)`. With a cache and the page tables of the rows, tokens are written to their pages, and see the tokens
-            of their row up to their own position. Tables number the pages of the whole cache, also on a mesh. The
-            positions of a row are consecutive and, where there are several, begin at the first place of a page; from
-            the first negative one on, tokens are padding that no token sees and whose results mean nothing.
+            of their row up to their own position. Tables number the pages of the whole cache, also on a mesh; a decoder
+            on GPUs takes them with the pages that rows share (`jaxft.core.cache.SharedTables`). The positions of a row
+            are consecutive and, where there are several, begin at the first place of a page; from the first negative
+            one on, tokens are padding that no token sees and whose results mean nothing.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32; apart from `apply` so that it can be chunked.
             It also takes `head(params)`, gathered on every device, in place of `params`.
         init_cache: `(pages, dtype) -> cache` of so many empty pages.

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxft.core.cache import SharedPages
 from jaxft.core.sharding import Sharding, by_heads, by_rows, compute_devices, compute_platform
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
@@ -44,18 +45,19 @@ def make_context(
     tables: Int[Any, "B C"] | None,
     segment_ids: Int[Array, "B T"] | None,
     sharding: Sharding | None = None,
+    shared: SharedPages | None = None,
 ) -> Context:
     """Make rotary angles and attention mask: a token sees itself and earlier tokens of its segment, within the window.
 
     Without pages, tokens are ordered by their column, as positions restart in each packed segment; with pages, by their
-    positions.
+    positions; rows may share the first of them.
     """
     ropes = {kind.rope for kind in config.pattern}
     angles = {rope: None if rope is None else rotary_angles(rope, config.head_dim, positions) for rope in ropes}
     windows = {kind.window for kind in config.pattern}
     if tables is not None:
         counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
-        paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts)
+        paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts, shared)
         nothing = dict.fromkeys(windows)
         return Context(angles, nothing, None, paged, sharding, in_halves=compute_platform(sharding) == "cpu")
     (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices

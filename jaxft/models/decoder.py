@@ -17,6 +17,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
+from jaxft.core.cache import SharedTables
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Sharding, by_rows, compute_platform, constrain, gather_params
 from jaxft.core.types import Model, Params
@@ -199,7 +200,7 @@ def apply(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     cache: tuple[LayerPages, ...] | None = None,
-    tables: Int[Any, "B C"] | None = None,
+    tables: Int[Any, "B C"] | SharedTables | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...] | None]:
     """Return the hidden state of each token and the cache, as `Model.apply` says."""
@@ -239,17 +240,18 @@ def decode(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     cache: tuple[LayerPages, ...],
-    tables: Int[Any, "B C"] | None,
+    tables: Int[Any, "B C"] | SharedTables | None,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...]]:
     """Write tokens to their pages, and return their hidden state and the cache, layer by layer."""
     config, sharding = net.config, net.sharding
     params = net.narrow(params) if "decoding_layers" in params else decode_layout(net, params)
     norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
     x = embed(net, params, tokens, is_sampled=True)  # [B T D]
+    tables, shared = tables if isinstance(tables, SharedTables) else (tables, None)
     if sharding is not None:  # each device attends to its own part of the pages
         own_pages = cache[0].keys.shape[page_axis(sharding)] // sharding.row_shards
         tables = jax.lax.rem(jnp.asarray(tables, jnp.int32), jnp.int32(own_pages))
-    context = make_context(config, by_rows(sharding, positions), tables, None, sharding)
+    context = make_context(config, by_rows(sharding, positions), tables, None, sharding, shared)
     layers, written = params["decoding_layers"], []
     bind = block_binder(config, net.lora if has_adapters(layers[0]) else None, is_joined=True)
     for layer, kind, pages in zip(map(bind, layers), config.kinds, cache, strict=True):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.cache import PAGE_TOKENS
+from jaxft.core.cache import PAGE_TOKENS, SharedPages
 from jaxft.core.reductions import invariant_sum, rounded_exp
 from jaxft.core.sharding import ROW_AXES, Sharding, compute_devices, compute_platform
 from jaxft.models.attention import MASK_VALUE, Scores
@@ -36,11 +36,15 @@ class LayerPages(NamedTuple):
 
 
 class PagedRows(NamedTuple):
-    """The rows of a call: their pages, the position of their first token, and their numbers of real tokens."""
+    """The rows of a call: their pages, the position of their first token, their numbers of real tokens.
+
+    Decoding on GPUs reads `shared` pages once for all their rows; nothing else looks at them.
+    """
 
     tables: Int[Array, "B C"]
     starts: Int[Array, "B"]
     counts: Int[Array, "B"]
+    shared: SharedPages | None = None
 
 
 def choose_paged_kernel(dtype: Any, devices: Sequence[Any]) -> PagedKernel:
@@ -123,18 +127,19 @@ def _write_and_attend(
     scores: Scores, axis: int, kernel: PagedKernel, q: Array, k: Array, v: Array, pages: LayerPages, rows: PagedRows
 ) -> tuple[Array, LayerPages]:
     if kernel != "reference":
-        from jaxft.models import paged_kernels  # Pallas takes half a second, which users of CPUs are spared
+        # Pallas takes half a second, which users of CPUs are spared.
+        from jaxft.models import paged_kernels, paged_kernels_tpu
 
     if kernel == "triton" and q.shape[1] == 1:
-        attended, *written = paged_kernels.write_and_attend_gpu(q, k, v, *pages, *rows, scores=scores)
+        attended, *written = paged_kernels.write_and_attend_gpu(q, k, v, *pages, *rows[:3], rows.shared, scores=scores)
         return attended, LayerPages(*written)
     if axis == 1 and (added := pages.keys.shape[-1] - k.shape[-1]):
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, added))) for x in (k, v))
     pages = write_token(pages, k, v, rows, axis) if q.shape[1] == 1 else write_tokens(pages, k, v, rows, axis)
     if kernel == "reference":
         return attend_reference(q, pages, rows, scores, axis), pages
-    attend = paged_kernels.attend_gpu if kernel == "triton" else paged_kernels.attend_tpu
-    return attend(q, pages.keys, pages.values, *rows, scores=scores), pages
+    attend = paged_kernels.attend_gpu if kernel == "triton" else paged_kernels_tpu.attend_tpu
+    return attend(q, pages.keys, pages.values, *rows[:3], scores=scores), pages
 
 
 def write_token(pages: LayerPages, k: Array, v: Array, rows: PagedRows, axis: int) -> LayerPages:

@@ -36,7 +36,7 @@ from .messages import (
     MAX_TOOLS as MAX_TOOLS,
     TOOL_NAME as TOOL_NAME,
 )
-from .model_runner import (
+from .decode_batch import (
     prefill_programs as prefill_programs,
 )
 from .recorder import (

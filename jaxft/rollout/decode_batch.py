@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxft.core.cache import PAGE_TOKENS, compute_dtype, copy_pages, init_cache, page_axes
+from jaxft.core.cache import PAGE_TOKENS, SharedTables, compute_dtype, copy_pages, init_cache, page_axes, pages_for
 from jaxft.core.decode import DecodeState, Masks, RowParams, SampledTokens, decode, draw, next_logits
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
 from jaxft.core.sharding import by_rows
@@ -24,6 +24,15 @@ from jaxft.core.types import Cache, Model, Params
 
 MAX_STOP_IDS = 8
 MAX_BIASED_IDS = 32
+
+PREFILL_PROGRAMS = {"cpu": ((1, 2),), "tpu": ((1, 32), (4, 8))}
+PREFILL_PROGRAMS_ELSEWHERE = (1, 8), (1, 32), (1, 128)
+"""Pages of a chunk of a prompt, and chunks, of each program that prefills, by platform; those of one width ascend.
+
+A page is the least padding, and on a CPU the bits of a chunk then do not depend on the rest. Chunks of one prompt
+follow each other in a program. A kernel on GPUs has blocks of a page of queries at most; that on TPUs has larger ones,
+so that chunks of a page would read earlier pages twice as often.
+"""
 
 STEP_COST, ROW_COST = 10_000, 400
 """Costs of a decoding step and of each of its rows, in positions of the cache that are read in the same time. Measured
@@ -120,7 +129,7 @@ def advance(
     params: Params,
     cache: Cache,
     slots: DecodeBatch,
-    tables: Int[Any, "B C"],
+    tables: Int[Any, "B C"] | SharedTables,
     chosen: Bool[Any, "R"] | Int[Any, "P"],
 ) -> tuple[Cache, DecodeBatch, SampledTokens, Bool[Array, "B"]]:
     """Decode `num_steps` tokens of some slots; return pages, slots, and tokens and activity of each row.
@@ -132,7 +141,7 @@ def advance(
         params: weights to decode with.
         cache: all pages.
         slots: all slots.
-        tables: pages of each row.
+        tables: pages of each row, and which of them rows share.
         chosen: True for the slots to decode, where every slot is a row; or the slots of a few rows, of which padding
             has one beyond the last.
     """
@@ -250,6 +259,27 @@ def most_likely(
 
     _, found = jax.lax.fori_loop(0, (num_tokens + width - 1) // width, score, (cache, found))
     return found
+
+
+def prefill_programs(platform: str, slots: int, length: int, num_pages: int | None = None) -> list[tuple[int, int]]:
+    """Return width, and rows on a row shard, of each program that prefills; none has more rows than requests fill.
+
+    Args:
+        platform: platform of the devices.
+        slots: slots of a row shard.
+        length: maximum number of tokens of a request.
+        num_pages: pages of a row shard; None for as many as all slots can need.
+
+    >>> prefill_programs("gpu", slots=128, length=1024), prefill_programs("gpu", slots=4, length=192)
+    ([(64, 8), (64, 32), (64, 128)], [(64, 8), (64, 12)])
+    """
+    columns, programs = pages_for(length), set()
+    widest = 1 << (columns - 1).bit_length()
+    for pages, rows in PREFILL_PROGRAMS.get(platform, PREFILL_PROGRAMS_ELSEWHERE):
+        pages = min(pages, widest)
+        most = slots * -(-columns // pages)  # each with a page of its own
+        programs.add((pages * PAGE_TOKENS, min(rows, most, most if num_pages is None else num_pages)))
+    return sorted(programs)
 
 
 def split_batch(columns: Mapping[int, int], all_rows: int, few_rows: int | None) -> list[tuple[tuple[int, ...], bool]]:

@@ -16,11 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxft.core.cache import PAGE_TOKENS, compute_dtype, pages_for, row_shards
+from jaxft.core.cache import (
+    PAGE_TOKENS,
+    SharedTables,
+    compute_dtype,
+    find_shared_pages,
+    no_shared_pages,
+    pages_for,
+    row_shards,
+)
 from jaxft.core.decode import Masks, SampledTokens
 from jaxft.core.sampling import LogitBias, Penalties, SamplingParams
 from jaxft.core.sharding import commit_like, compute_platform, device_bytes
 from jaxft.core.types import Cache, Model, Params
+from jaxft.models.config import DecoderConfig
 from jaxft.rollout.calls import TopLogprobs
 from jaxft.rollout.decode_batch import (
     MAX_BIASED_IDS,
@@ -37,6 +46,7 @@ from jaxft.rollout.decode_batch import (
     most_likely,
     page_shapes,
     prefill,
+    prefill_programs,
     slot_shapes,
     split_batch,
 )
@@ -50,42 +60,12 @@ DISPATCH_TOKENS = (2, 8)
 ADMISSION_ROWS = 8
 """Rows of the programs that put requests into slots or copy pages."""
 
-PREFILL_PROGRAMS = {"cpu": ((1, 2),), "tpu": ((1, 32), (4, 8))}
-PREFILL_PROGRAMS_ELSEWHERE = (1, 8), (1, 32), (1, 128)
-"""Pages of a chunk of a prompt, and chunks, of each program that prefills, by platform; those of one width ascend.
-
-A page is the least padding, and on a CPU the bits of a chunk then do not depend on the rest. Chunks of one prompt
-follow each other in a program. A kernel on GPUs has blocks of a page of queries at most; that on TPUs has larger ones,
-so that chunks of a page would read earlier pages twice as often.
-"""
-
 LEAST_COUNTS = 1024
 """Least number of distinct tokens of a row that a program with penalties has room for; larger ones are powers of 2."""
 
 FEW_ROWS, FEW_SHARE = {"cpu": 4}, 8
 """Least rows of the program for few requests, by platform, and the share of the slots that it has where that is more;
 other platforms decode all slots in one program."""
-
-
-def prefill_programs(platform: str, slots: int, length: int, num_pages: int | None = None) -> list[tuple[int, int]]:
-    """Return width, and rows on a row shard, of each program that prefills; none has more rows than requests fill.
-
-    Args:
-        platform: platform of the devices.
-        slots: slots of a row shard.
-        length: maximum number of tokens of a request.
-        num_pages: pages of a row shard; None for as many as all slots can need.
-
-    >>> prefill_programs("gpu", slots=128, length=1024), prefill_programs("gpu", slots=4, length=192)
-    ([(64, 8), (64, 32), (64, 128)], [(64, 8), (64, 12)])
-    """
-    columns, programs = pages_for(length), set()
-    widest = 1 << (columns - 1).bit_length()
-    for pages, rows in PREFILL_PROGRAMS.get(platform, PREFILL_PROGRAMS_ELSEWHERE):
-        pages = min(pages, widest)
-        most = slots * -(-columns // pages)  # each with a page of its own
-        programs.add((pages * PAGE_TOKENS, min(rows, most, most if num_pages is None else num_pages)))
-    return sorted(programs)
 
 
 class PrefillChunk(NamedTuple):
@@ -184,6 +164,7 @@ class ModelRunner:
         self._keeps_logits = platform == "cpu" and model.sharding is None  # a CPU maps new memory page by page
         self._programs = prefill_programs(platform, slots // self.row_shards, length, self.num_pages)
         self._warm_up_rounds = warm_up_rounds(platform)
+        self._shares_pages = platform == "gpu" and isinstance(model.config, DecoderConfig)
         least, self._few_rows = FEW_ROWS.get(platform), None
         if least is not None and model.sharding is None and slots >= 4 * least:
             self._few_rows = max(least, slots // FEW_SHARE)
@@ -294,7 +275,12 @@ class ModelRunner:
                 chosen[: len(slots)] = slots
                 yield slots, True, self._tables([pages[slot] for slot in slots], self._few_rows), chosen
             else:
-                tables = self._tables([pages.get(slot, ()) for slot in range(self.slots)], self.slots)
+                tables: Any = self._tables([pages.get(slot, ()) for slot in range(self.slots)], self.slots)
+                if self._shares_pages and num_steps == max(DISPATCH_TOKENS):
+                    whole = np.zeros(self.slots, np.int32)
+                    whole[list(pages)] = [(row.num_tokens - 1) // PAGE_TOKENS for row in rows]
+                    shared = find_shared_pages(tables, whole, self.row_shards)
+                    tables = tables if shared is None else SharedTables(tables, shared)
                 yield slots, False, tables, np.isin(np.arange(self.slots), slots)
             self.counts.decode_steps += num_steps
 
@@ -360,7 +346,8 @@ class ModelRunner:
         filler = Request((0,), (0,) * 6, 1)
         programs["admit"] = partial(admit.lower, model, slots, self._seed, self._admission([], filler))
         for num_steps, is_filtered, tables, chosen in self._decoding():
-            kind = ["few"] * (len(tables) < self.slots) + ["filtered"] * is_filtered
+            kind = ["few"] * (len(chosen) < self.slots) + ["filtered"] * is_filtered
+            kind += ["shared"] * isinstance(tables, SharedTables)
             lower = partial(advance.lower, model, num_steps, is_filtered, params, cache, slots, tables, chosen)
             programs["_".join(["decode", *kind, str(num_steps)])] = lower
         return programs
@@ -384,10 +371,15 @@ class ModelRunner:
         rows: list[tuple[Any, Any]] = [(self._tables([], self.slots), np.zeros(self.slots, bool))]
         if (few := self._few_rows) is not None:
             rows.append((self._tables([], few), np.full(few, self.slots, np.int32)))
-        return [
+        decoding = [
             (num_steps, is_filtered, tables, chosen)
             for (tables, chosen), num_steps, is_filtered in product(rows, DISPATCH_TOKENS, (False, True))
         ]
+        if self._shares_pages:
+            tables, chosen = rows[0]
+            tables = SharedTables(tables, no_shared_pages(self.slots, self.row_shards))
+            decoding += [(max(DISPATCH_TOKENS), is_filtered, tables, chosen) for is_filtered in (False, True)]
+        return decoding
 
     def _make_programs(self, params: Params) -> _Arrays:
         if self._arrays is None:

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxft.core.cache import copy_pages, init_cache, own_tables, page_axes, row_shards
+from jaxft.core.cache import (
+    PAGE_TOKENS,
+    SHARING_ROWS,
+    copy_pages,
+    find_shared_pages,
+    init_cache,
+    own_tables,
+    page_axes,
+    row_shards,
+)
 from jaxft.core.sharding import AXES, Sharding
 from jaxft.models.paged import LayerPages, init_pages
 
@@ -19,6 +28,50 @@ def test_rows_share_no_page_and_leave_none_of_their_shard_unused(rows, columns, 
 
 
 # --- The axis of the pages.
+
+
+def drawn_tables(seed, shards, rows, columns=6):
+    """Tables of rows that begin like an earlier row of their shard, or anew, and the number of whole pages of each."""
+    draws, numbers = np.random.default_rng(seed), iter(range(1, 10**6))
+    tables, each = np.zeros((rows, columns), np.int32), rows // shards
+    for row in range(rows):
+        begun = draws.integers(0, columns) if row % each and draws.random() < 0.8 else 0
+        like = row // each * each + draws.integers(0, max(1, row % each))
+        tables[row, :begun] = tables[like, :begun]
+        tables[row, begun:] = [next(numbers) for _ in range(columns - begun)]
+    return tables, draws.integers(0, columns + 1, rows)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_of_a_set_begin_with_the_same_whole_pages(seed, shards):
+    rows = 64
+    tables, whole = drawn_tables(seed, shards, rows)
+    shared = find_shared_pages(tables, whole, shards)
+    assert [x.shape for x in shared] == [(rows // 2, SHARING_ROWS), (rows // 2,), (rows,)]
+    seen, each = [], rows // shards
+    for number, (members, columns) in enumerate(zip(shared.rows, shared.columns, strict=True)):
+        real = members[members < each] + number * shards // (rows // 2) * each
+        assert (len(real) >= 2) == (columns > 0) == bool(len(real))
+        assert (members[: len(real)] < each).all()  # padding comes last
+        for row in real:
+            assert tables[row, :columns].tolist() == tables[real[0], :columns].tolist()
+            assert shared.own[row] == columns <= whole[row]
+        seen += real.tolist()
+    assert sorted(seen) == np.flatnonzero(shared.own).tolist()
+    assert find_shared_pages(own_tables(rows, 6, shards), whole, shards) is None
+
+
+def test_groups_of_a_prompt_read_less_than_half_of_the_keys_and_values():
+    """128 rows of 768 tokens in 16 groups that share 512: Qwen3-0.6B reads 4.7 GB a step in place of 11.3."""
+    tables = own_tables(128, 768 // PAGE_TOKENS)
+    for row in range(128):
+        tables[row, : 512 // PAGE_TOKENS] = tables[row // 8 * 8, : 512 // PAGE_TOKENS]
+    shared = find_shared_pages(tables, np.full(128, 767 // PAGE_TOKENS))
+    of_page = 28 * 2 * 8 * 128 * PAGE_TOKENS * 2  # bytes in all layers
+    own = tables.shape[1] - shared.own
+    assert tables.size * of_page == pytest.approx(11.3e9, rel=0.01)
+    assert (shared.columns.sum() + own.sum()) * of_page == pytest.approx(4.7e9, rel=0.01)
 
 
 def test_page_axes_are_found_by_their_size(bigram, tiny):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.core.cache import own_tables
+from jaxft.core.cache import find_shared_pages, own_tables
 from jaxft.models.attention import Scores
 from jaxft.models.paged import (
     PagedRows,
@@ -18,7 +18,8 @@ from jaxft.models.paged import (
     write_token,
     write_tokens,
 )
-from jaxft.models.paged_kernels import attend_gpu, attend_tpu, plan_steps, write_and_attend_gpu
+from jaxft.models.paged_kernels import attend_gpu, write_and_attend_gpu
+from jaxft.models.paged_kernels_tpu import attend_tpu, plan_steps
 
 KERNELS = {name: jax.jit(partial(f, interpret=True), static_argnames="scores") for name, f in
            {"gpu": attend_gpu, "tpu": attend_tpu}.items()}  # fmt: skip
@@ -133,6 +134,76 @@ def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, scor
         np.testing.assert_array_equal(np.asarray(pool, np.float32), expected.astype(np.float32))
 
 
+SIZES = (16, 1, 2, 7, 3)
+"""Rows that begin with the same pages; the rows after them begin with pages of their own."""
+
+
+def draw_shared(groups, dtype, seed, kv_heads=2, head_dim=64, rows=32, columns=6):
+    """Arguments of `write_and_attend_gpu` for rows in any order that share 1 to 3 pages, idle ones among them.
+
+    All that no row holds is NaN, and so is the key that each row is about to write. Also the pool that has it.
+    """
+    draws = np.random.default_rng(seed)
+    numbers = iter(draws.permutation(rows * columns))
+    tables, starts = np.full((rows, columns), rows * columns - 1, np.int32), np.zeros(rows, np.int32)
+    keys, values = (np.full((kv_heads, rows * columns, PAGE, head_dim), np.nan, np.float32) for _ in range(2))
+    order, begin = draws.permutation(rows), 0
+    for size in (*SIZES, *[1] * (rows - sum(SIZES))):
+        beginning = [next(numbers) for _ in range(draws.integers(0 if size == 1 else 1, 4))]
+        for row in order[begin : begin + size]:
+            starts[row] = len(beginning) * PAGE + draws.integers(0, 2 * PAGE + 1)
+            own = [next(numbers) for _ in range(starts[row] // PAGE + 1 - len(beginning))]
+            tables[row, : len(beginning) + len(own)] = beginning + own
+        begin += size
+    counts = (draws.random(rows) > 0.2).astype(np.int32)
+    for row, start in enumerate(starts):
+        for column in range(start // PAGE + 1):
+            at = slice(None), tables[row, column], slice(0, min(PAGE, start + 1 - column * PAGE))
+            for pool in (keys, values):
+                if np.isnan(pool[at][:, -1]).any():
+                    pool[at] = draws.normal(size=pool[at].shape)
+    q = draws.normal(size=(rows, 1, kv_heads * groups, head_dim))
+    places = tables[np.arange(rows), starts // PAGE], starts % PAGE
+    k, v = (pool[:, *places].swapaxes(0, 1)[:, None].copy() for pool in (keys, values))
+    unwritten = [pool.copy() for pool in (keys, values)]
+    for pool in unwritten:
+        pool[:, *places] = np.nan
+    q, k, v, keys, values, *unwritten = (x.astype(jnp.dtype(dtype)) for x in (q, k, v, keys, values, *unwritten))
+    return (q, k, v, *unwritten, tables, starts, counts), (keys, values)
+
+
+@pytest.mark.parametrize(("groups", "scores", "head_dim", "seed"), [
+    (2, Scores(64**-0.5), 64, 0), (5, Scores(0.2, None, 2.0), 80, 1),
+    pytest.param(8, Scores(128**-0.5), 128, 2, marks=pytest.mark.slow),
+    pytest.param(16, Scores(64**-0.5), 64, 3, marks=pytest.mark.slow),
+    pytest.param(2, Scores(64**-0.5, 70), 64, 4, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_shared_pages_are_attended_to_once_for_all_rows(groups, scores, head_dim, seed):
+    """In groups of 1 to 16 rows; with a window each row reads its own."""
+    (q, k, v, *unwritten, tables, starts, counts), pool = draw_shared(groups, "bfloat16", seed, head_dim=head_dim)
+    shared = find_shared_pages(tables, starts // PAGE)
+    sizes = sorted((shared.rows < len(q)).sum(axis=1)[shared.columns > 0].tolist())
+    assert sizes == [2, 3, 7, 16] and (shared.own > 0).sum() == sum(sizes)
+    mixed, *written = write_and_attend_in_one(q, k, v, *unwritten, tables, starts, counts, scores=scores, shared=shared)
+    wanted = attend_in_float64(q, *pool, tables, starts, counts, scores)
+    mixed, real = np.asarray(mixed, np.float32), np.flatnonzero(counts)
+    np.testing.assert_allclose(mixed[real], wanted[real], rtol=0, atol=4 * EPSILON["bfloat16"])
+    assert not mixed[counts == 0].any()
+    places = tables[real, starts[real] // PAGE], starts[real] % PAGE
+    for found, expected in zip(written, pool, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x, np.float32)[:, *places] for x in (found, expected)))
+
+
+def test_rows_that_share_no_page_have_the_bits_that_they_have_without_sets():
+    (*arguments, tables, starts, counts), _ = draw_shared(2, "bfloat16", 0)
+    given = *arguments, tables, starts, counts
+    plain, *_ = write_and_attend_in_one(*given, scores=Scores(64**-0.5))
+    shared = find_shared_pages(tables, starts // PAGE)
+    mixed, *_ = write_and_attend_in_one(*given, scores=Scores(64**-0.5), shared=shared)
+    alone = shared.own == 0
+    np.testing.assert_array_equal(np.asarray(mixed)[alone], np.asarray(plain)[alone])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("scores", [Scores(0.1), Scores(0.1, 70), Scores(0.1, 70, 2.0)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
@@ -221,7 +292,7 @@ def test_chunks_of_a_prompt_see_each_other_in_one_program(name):
         pages = write_tokens(pages, k, v, rows, 1)
         if name == "reference":
             return attend_reference(q, pages, rows, PLAIN, 1)
-        return KERNELS[name](q, pages.keys, pages.values, *rows, scores=PLAIN)
+        return KERNELS[name](q, pages.keys, pages.values, *rows[:3], scores=PLAIN)
 
     empty = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), init_pages(8, 2, 64, jnp.float32, "gpu"))
     mixed = np.asarray(write_and_see(q, k, v, empty, rows))

@@ -336,6 +336,18 @@ def test_layers_of_gpus_are_unrolled_and_move_little(remat):
     assert sum(launch.bytes for launch in moves) / 4 <= 3.6e9
 
 
+def test_pages_that_rows_share_take_one_launch_more_a_layer_and_no_copy():
+    (plain, hlo), (shared, other) = (
+        compiled(ONE_GPU._replace(program=name)) for name in ("decode_8", "decode_shared_8")
+    )
+    layers, steps = ONE_GPU.layers, 8
+    assert shared.kernels == {**plain.kernels, "shared_paged_attention": layers * steps}
+    first, second = (sum(launch.times for launch in each.launches) for each in (hlo, other))
+    assert second - first == layers * steps
+    keys = ONE_GPU.programs.runner.cache_bytes(ONE_GPU.programs.compute_dtype) / (2 * layers)
+    assert large_copies(other, int(0.01 * keys)) == [] and shared.temporaries - plain.temporaries < 2**20
+
+
 GEMMA = ONE_GPU._replace(model="gemma-3-1b", layers=20)  # three turns of six layers, and two layers
 
 

@@ -14,10 +14,9 @@ from jaxft.errors import DeviceThreadError, NonFiniteError, PolicyError, PolicyL
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import recording
-from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
+from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS, PREFILL_PROGRAMS, PREFILL_PROGRAMS_ELSEWHERE
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.engine import Engine, _take_tokens
-from jaxft.rollout.model_runner import PREFILL_PROGRAMS, PREFILL_PROGRAMS_ELSEWHERE
 from jaxft.rollout.recorder import Episode
 from jaxft.rollout.requests import Request
 from jaxft.rollout.scheduler import Running
@@ -407,6 +406,7 @@ def test_nothing_is_compiled_after_the_warm_up(make_policy, serve, slots, progra
     """
     monkeypatch.setitem(PREFILL_PROGRAMS, "cpu", programs)
     policy = make_policy(slots=slots, max_context_tokens=200, cache_tokens=1200)
+    policy.engine._runner._shares_pages = programs == PREFILL_PROGRAMS_ELSEWHERE
     run(policy.engine.warm_up)
     with counting_compiles() as compiles:
         serve(policy, *varied_requests(30))

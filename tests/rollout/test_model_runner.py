@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxft
+from jaxft.core.cache import SharedTables
 from jaxft.core.logprobs import token_logprobs
 from jaxft.rollout import model_runner
-from jaxft.rollout.decode_batch import split_batch
+from jaxft.rollout.decode_batch import PREFILL_PROGRAMS, PREFILL_PROGRAMS_ELSEWHERE, prefill_programs, split_batch
 from jaxft.rollout.device import counting_compiles
 from jaxft.rollout.model_runner import (
     ADMISSION_ROWS,
@@ -21,7 +22,6 @@ from jaxft.rollout.model_runner import (
     PageCopy,
     PrefillChunk,
     PrefillRow,
-    prefill_programs,
 )
 from jaxft.rollout.requests import Request
 
@@ -254,6 +254,32 @@ def test_a_row_goes_on_from_shared_and_copied_pages(served, alone):
     assert served.decode([(15, [30, 31], request)], 8) == [expected]
 
 
+def test_pages_that_rows_share_come_with_their_tables_on_gpus(model_and_params, alone, monkeypatch):
+    """The reference reads them row by row, with the same bits."""
+    served, advance, found = Served(*model_and_params), model_runner.advance, []
+    served.runner._shares_pages = True
+    names = served.runner.warm_up_programs(served.params).keys()
+    assert {name for name in names if "shared" in name} == {"decode_shared_8", "decode_filtered_shared_8"}
+
+    def recording(*arguments):
+        found.append(arguments[-2])
+        return advance(*arguments)
+
+    monkeypatch.setattr(model_runner, "advance", recording)
+    request, expected = alone[3]  # 110 tokens: a whole page, and one that the answer goes on in
+    served.prefill([request.prompt_ids], [[30, 31]])
+    served.runner.copy(served.params, [PageCopy(0, 31, page) for page in range(SLOTS - 1)])
+    rows = [(slot, [30, slot], request) for slot in range(SLOTS - 1)]
+    assert served.decode(rows, 8) == [expected] * len(rows)
+    served.prefill([request.prompt_ids], [[30, 31]])
+    served.decode(rows[:9], 2)
+    together, few = found
+    assert isinstance(together, SharedTables) and isinstance(few, np.ndarray)
+    assert together.shared.rows[0].tolist() == [*range(SLOTS - 1), SLOTS]
+    assert together.shared.columns.tolist() == [1] + [0] * 7
+    assert together.shared.own.tolist() == [1] * (SLOTS - 1) + [0]
+
+
 def test_a_prompt_goes_on_after_its_cached_pages(served, alone):
     request, expected = alone[5]  # 180 tokens
     served.prefill([request.prompt_ids[:65]], [[11]])  # all but the last token
@@ -263,7 +289,7 @@ def test_a_prompt_goes_on_after_its_cached_pages(served, alone):
 
 def test_chunks_are_prefilled_by_the_smallest_program_that_holds_them(model_and_params, alone, monkeypatch):
     """Programs as on GPUs; the chunks of a prompt follow each other in one program."""
-    monkeypatch.setitem(model_runner.PREFILL_PROGRAMS, "cpu", model_runner.PREFILL_PROGRAMS_ELSEWHERE)
+    monkeypatch.setitem(PREFILL_PROGRAMS, "cpu", PREFILL_PROGRAMS_ELSEWHERE)
     served = Served(*model_and_params)
     runner, sizes, make = served.runner, [], model_runner.prefill
 
