@@ -32,6 +32,9 @@ LEAST_REQUESTS = 95.0
 MOST_FIRST_CALL = 3.0
 """Time of the slowest call of a program after the warm-up, over that of the median one."""
 
+NOTICED_SECONDS = 0.02
+"""Time of a call from which on it counts as slow: shorter ones vary with the host."""
+
 KEPT_BYTES = 6 * 2**30
 """Memory that is left beside the pages, for temporaries and the decoding weights."""
 
@@ -66,7 +69,8 @@ def _served(workload: Workload, prompts: list[list[int]], answers: list[int], un
 
         with timed_calls() as calls:
             ask(workload.repeats + 1)
-        shares = {program: slowest_share(each) for program, each in calls.items() if len(each) >= 3}
+        noticed = {name: each for name, each in calls.items() if len(each) >= 3 and max(each) >= NOTICED_SECONDS}
+        shares = {program: slowest_share(each) for program, each in noticed.items()}
         seconds = in_turn({unit: ask}, workload.repeats)[unit]
         compiled = policy.compiles.count - compiled
     name = f"{len(prompts)} requests, {sum(map(len, prompts)):,} + {sum(answers):,} tokens"
