@@ -22,15 +22,14 @@ from jaxft.core.types import Model, Params
 from jaxft.errors import ConfigError
 from jaxft.harness.config import Config
 from jaxft.harness.registry import ComponentConfig
-from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, decoder, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
-from jaxft.models.flash import Choice, choose_kernel
+from jaxft.models.flash import Choice, layer_kernels
 from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
-from jaxft.training.learner import Learner, choose_microbatch_tokens, loses_kernel
+from jaxft.training.learner import Learner, choose_microbatch_tokens, reason_not_to_pack
 from jaxft.training.memory import disk_bytes, sampling_bytes, training_bytes
 
 
@@ -165,7 +164,7 @@ class Programs:
         self.sharding, self.model, self.params = _model(run, mesh, device.platform)
         tokens, packing = choose_microbatch_tokens(run.adapter.microbatch_tokens, device.platform), run.adapter.packing
         if packing is None:
-            packing = not loses_kernel(run.model, self.compute_dtype, [device])
+            packing = not reason_not_to_pack(run.model, self.compute_dtype, [device])
         adapter = run.adapter.model_copy(update={"packing": packing, "microbatch_tokens": tokens})
         weights = {"reference": Weights(self.model, self.params)} if adapter.has_own_reference else {}
         if run.teacher is not None:
@@ -227,18 +226,9 @@ class Programs:
 
     def kernel(self) -> Choice:
         """Return the kernel of attention in the largest microbatch; the reference if some layers have no kernel."""
-        config, (_, width) = self.run.model, self.rows_and_width()
-        windows = {kind.window if (kind.window or width) < width else None for kind in config.pattern}
-        choices = [
-            choose_kernel(
-                self.compute_dtype,
-                config.head_dim,
-                Scores(config.score_scale, window, config.attention_soft_cap),
-                [self.device],
-                has_segments=self.is_packed(),
-            )
-            for window in windows
-        ]
+        given = self.run.model, self.compute_dtype, [self.device]
+        kernels = layer_kernels(*given, has_segments=self.is_packed(), length=self.rows_and_width()[1])
+        choices = list(kernels.values())
         return next((choice for choice in choices if choice.kernel == "xla"), choices[0])
 
     def trained_parameters(self) -> int:

@@ -41,8 +41,13 @@ def plan_padding(lengths: Sequence[int], width: int) -> Packing:
     return Packing(np.arange(count), np.zeros(count, np.int64), np.array(lengths, np.int64), count, width)
 
 
-def plan_packing(lengths: Sequence[int], width: int) -> Packing:
+def plan_packing(lengths: Sequence[int], width: int, most: int | None = None) -> Packing:
     """Plan a table of few rows by best fit decreasing: longest first, each into the fullest row with room for it.
+
+    Args:
+        lengths: tokens of each sequence.
+        width: tokens of a row.
+        most: largest number of sequences in a row; None for any number.
 
     Raises:
         ValueError: a sequence is longer than the rows.
@@ -54,16 +59,19 @@ def plan_packing(lengths: Sequence[int], width: int) -> Packing:
     _check_lengths(lengths, width)
     rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    height = 0
+    counts: list[int] = []  # sequences of each row
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         place = bisect.bisect_left(room, (lengths[i], -1))
         if place == len(room):
-            free, row, height = width, height, height + 1
+            free, row = width, len(counts)
+            counts.append(0)
         else:
             free, row = room.pop(place)
         rows[i], starts[i] = row, width - free
-        bisect.insort(room, (free - lengths[i], row))
-    return Packing(rows, starts, np.array(lengths, np.int64), height, width)
+        counts[row] += 1
+        if counts[row] != most:
+            bisect.insort(room, (free - lengths[i], row))
+    return Packing(rows, starts, np.array(lengths, np.int64), len(counts), width)
 
 
 def pack(packing: Packing, values: Sequence[Any] | np.ndarray, dtype: Any, fill: float = 0) -> np.ndarray:

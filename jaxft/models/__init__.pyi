@@ -23,5 +23,7 @@ from .decoder import (
 )
 from .flash import (
     Choice as Choice,
+    Kernel as Kernel,
+    MOST_SEGMENTS as MOST_SEGMENTS,
     compute_capability as compute_capability,
 )

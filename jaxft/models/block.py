@@ -17,7 +17,17 @@ from jaxft.core.cache import SharedPages
 from jaxft.core.sharding import Sharding, by_heads, by_rows, compute_devices, compute_platform
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
-from jaxft.models.flash import AMPERE, Kernel, announce, choose_kernel, compute_capability, row_attention
+from jaxft.models.flash import (
+    AMPERE,
+    Kernel,
+    Spans,
+    announce,
+    choose_kernel,
+    compute_capability,
+    find_spans,
+    layer_kernels,
+    row_attention,
+)
 from jaxft.models.layers import QKV, Angles, FeedForward, Linear, RMSNorm, head_shards, make_norm, rotary_angles, rotate
 from jaxft.models.lora import joined_adapter
 from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
@@ -34,6 +44,7 @@ class Context(NamedTuple):
     visible: Mapping[int | None, Bool[Array, "B T S"] | None]
     """By window; None where there are pages, or the reference computes chunk by chunk."""
     segment_ids: Int[Array, "B T"] | None
+    spans: Spans | None  # of `segment_ids`, where cuDNN takes them
     paged: PagedRows | None  # None without a cache
     sharding: Sharding | None
     in_halves: bool  # for `invariant_sum`: sampling on a CPU
@@ -46,11 +57,13 @@ def make_context(
     segment_ids: Int[Array, "B T"] | None,
     sharding: Sharding | None = None,
     shared: SharedPages | None = None,
+    dtype: Any = jnp.float32,
 ) -> Context:
     """Make rotary angles and attention mask: a token sees itself and earlier tokens of its segment, within the window.
 
     Without pages, tokens are ordered by their column, as positions restart in each packed segment; with pages, by their
-    positions; rows may share the first of them.
+    positions; rows may share the first of them. `dtype` is that of queries and keys, which decides the kernel of packed
+    rows.
     """
     ropes = {kind.rope for kind in config.pattern}
     angles = {rope: None if rope is None else rotary_angles(rope, config.head_dim, positions) for rope in ropes}
@@ -59,7 +72,7 @@ def make_context(
         counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts, shared)
         nothing = dict.fromkeys(windows)
-        return Context(angles, nothing, None, paged, sharding, in_halves=compute_platform(sharding) == "cpu")
+        return Context(angles, nothing, None, None, paged, sharding, in_halves=compute_platform(sharding) == "cpu")
     (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices
     visible: dict[int | None, Array | None] = dict.fromkeys(windows)
     if query_chunk((rows, length, config.num_heads), length, devices) == length:
@@ -67,7 +80,11 @@ def make_context(
         for window in windows:
             seen = visible_keys(keys[None], keys, window, segment_ids, segment_ids)
             visible[window] = jnp.broadcast_to(seen, (rows, length, length))
-    return Context(angles, visible, segment_ids, None, sharding, in_halves=False)
+    spans = None
+    if segment_ids is not None:
+        kernels = layer_kernels(config, dtype, compute_devices(sharding), has_segments=True).values()
+        spans = find_spans(segment_ids) if "cudnn" in {choice.kernel for choice in kernels} else None
+    return Context(angles, visible, segment_ids, spans, None, sharding, in_halves=False)
 
 
 class Attention(nnx.Module):
@@ -191,7 +208,8 @@ class Attention(nnx.Module):
             scores = scores._replace(window=None)
         kernel = kernel_for(q, scores, context)
         if kernel != "xla":
-            return row_attention(q, k, v, kernel=kernel, scores=scores, segment_ids=ids, sharding=sharding)
+            segments = context.spans if kernel == "cudnn" else ids
+            return row_attention(q, k, v, kernel=kernel, scores=scores, segments=segments, sharding=sharding)
         seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
         if visible is not None:
             attended = attend(q, seen, visible, scores)

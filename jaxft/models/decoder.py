@@ -223,7 +223,9 @@ def score(
     params = put_beside(net.narrow(params))
     norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
     x = embed(net, params, tokens, is_sampled=False)  # [B T D]
-    context = make_context(config, by_rows(sharding, positions), None, segment_ids, sharding)
+    context = make_context(config, by_rows(sharding, positions), None, segment_ids, sharding, dtype=x.dtype)
+    if context.spans is not None:  # rows whose segments cuDNN cannot keep apart are not silently wrong
+        x = jnp.where(context.spans.is_refused[:, None, None], jnp.nan, x)
 
     def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T D"]:
         output: Array = block_binder(config, net.lora)(net.gather(layer))(x, kind, context, None)[0]

@@ -1,11 +1,13 @@
 """Attention of whole rows by a fused kernel: the choice of the kernel, and its call on one device or on a mesh.
 
 A fused kernel (arXiv 2205.14135) never writes the scores to memory, so its memory is linear in tokens. All kernels are
-JAX's own: cuDNN and a Triton kernel for NVIDIA's GPUs, splash attention for TPUs. What no kernel takes goes to the
-reference, `jaxft.models.attention.attend`.
-Letters: `B` rows, `T` tokens, `H` query heads, `K` key/value heads, `h` head width.
+JAX's own: cuDNN and, before jax 0.11.2, a Triton kernel for NVIDIA's GPUs, splash attention for TPUs. What no kernel
+takes goes to the reference, `jaxft.models.attention.attend`, with which `jaxft.models.segment_probe` compares the
+kernels of packed rows.
+Letters: `B` rows, `T` tokens, `S` spans, `H` query heads, `K` key/value heads, `h` head width.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -14,10 +16,16 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.sharding import ROW_AXES, Sharding, compute_devices
 from jaxft.models.attention import Scores
+from jaxft.models.config import DecoderConfig
+
+try:  # Private, as no public function of JAX gives cuDNN the segments of packed rows.
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+except ImportError:
+    cudnn = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +42,14 @@ class Choice(NamedTuple):
 
 AMPERE, HOPPER = (8, 0), (9, 0)
 """Compute capabilities of NVIDIA's GPUs."""
+
+PACKED_SINCE = (0, 11, 2)
+"""Version of jax from which on cuDNN takes packed rows: before, those with grouped heads read other keys (jax#39521).
+JAX's Triton kernel is deprecated since 0.11."""
+
+MOST_SEGMENTS = 8
+"""Most segments of a row that cuDNN is given, padding included. It has room for as many whole rows in its normalisers,
+which layers keep, and in a layer's sums of gradients: 2.1 GiB for 16,384 tokens of 16 heads of 128."""
 
 
 def compute_capability(device: Any) -> tuple[int, ...]:
@@ -52,8 +68,8 @@ def choose_kernel(dtype: Any, head_dim: int, scores: Scores, devices: Sequence[A
     """Return the kernel that takes attention of this kind on all of these devices; the reference if none does.
 
     cuDNN's limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128,
-    those from Hopper on of up to 256. JAX's Triton kernel takes packed rows without a window, of heads of up to 256.
-    Neither takes a soft cap.
+    those from Hopper on of up to 256, and packed rows by jax from 0.11.2 on. With jax before that, packed rows without
+    a window go to JAX's Triton kernel, of heads of up to 256. Neither takes a soft cap.
     Splash attention takes packed rows, windows, soft caps and any head width. All take any scale.
 
     Args:
@@ -84,13 +100,54 @@ def _choose_for_gpu(dtype: Any, head_dim: int, scores: Scores, weakest: tuple[in
         return Choice("xla", f"kernels of GPUs take bfloat16 and float16, not {dtype.name}")
     if scores.soft_cap is not None:
         return Choice("xla", "no kernel of GPUs takes a soft cap of scores")
-    if has_segments and scores.window is not None:
-        return Choice("xla", "no kernel of GPUs takes packed rows and a sliding window together")
-    widest = 256 if has_segments or weakest >= HOPPER else 128
+    is_triton = has_segments and jax.__version_info__ < PACKED_SINCE
+    if is_triton and scores.window is not None:
+        return Choice("xla", "no kernel of GPUs takes packed rows with a sliding window before jax 0.11.2")
+    if has_segments and not is_triton and (reason := _missing_in_cudnn(weakest)):
+        return Choice("xla", reason)
+    widest = 256 if is_triton or weakest >= HOPPER else 128
     if not 16 <= head_dim <= widest or head_dim % 8:
-        name = "JAX's Triton kernel" if has_segments else "cuDNN"
+        name = "JAX's Triton kernel" if is_triton else "cuDNN"
         return Choice("xla", f"{name} takes head widths of 16 to {widest} on this GPU, in steps of 8, not {head_dim}")
-    return Choice("pallas" if has_segments else "cudnn")
+    return Choice("pallas" if is_triton else "cudnn")
+
+
+PACKED_ARGUMENTS = "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets", "scale", "mask_type", "sliding_window_length"
+
+
+def _missing_in_cudnn(weakest: tuple[int, ...]) -> str:
+    """Return why cuDNN does not take packed rows, in words; empty if it does."""
+    if weakest < HOPPER:
+        return "cuDNN takes packed rows on NVIDIA's GPUs from Hopper on (compute capability 9.0)"
+    if cudnn is None or not set(PACKED_ARGUMENTS) <= set(inspect.signature(cudnn.dot_product_attention).parameters):
+        return f"jaxft does not know how jax {jax.__version__} gives packed rows to cuDNN"
+    return ""
+
+
+def layer_kernels(
+    config: DecoderConfig, dtype: Any, devices: Sequence[Any], *, has_segments: bool, length: int | None = None
+) -> dict[Scores, Choice]:
+    """Return the kernel of each kind of attention that a model's layers have in rows of this many tokens.
+
+    Args:
+        config: the model.
+        dtype: dtype of queries, keys and values.
+        devices: devices that compute.
+        has_segments: True for packed rows.
+        length: tokens of a row; None for the longest that the model takes.
+    """
+    length = config.max_position_embeddings if length is None else length
+    windows = (None if (kind.window or length) >= length else kind.window for kind in config.pattern)
+    kinds = [Scores(config.score_scale, window, config.attention_soft_cap) for window in windows]
+    return {
+        scores: choose_kernel(dtype, config.head_dim, scores, devices, has_segments=has_segments) for scores in kinds
+    }
+
+
+def segment_limit(devices: Sequence[Any]) -> int | None:
+    """Return the most segments of a packed row, padding included, that kernels of devices take; None for any number."""
+    is_limited = {device.platform for device in devices} == {"gpu"} and jax.__version_info__ >= PACKED_SINCE
+    return MOST_SEGMENTS if is_limited else None
 
 
 def announce(choice: Choice, dtype: Any, head_dim: int, scores: Scores, device: Any, has_segments: bool) -> None:
@@ -112,6 +169,41 @@ def _log_once(level: int, text: str) -> None:
     logger.log(level, "%s", text)
 
 
+class Spans(NamedTuple):
+    """Spans of adjacent tokens with one id, in the order of a row, as cuDNN takes them.
+
+    Attributes:
+        starts: column of the first token of each span; -1 where the row has no more.
+        lengths: number of its tokens; -1 likewise.
+        is_refused: True for rows with more than `MOST_SEGMENTS` spans, or with two spans of one id other than 0, which
+            is that of padding. Their attention means nothing.
+    """
+
+    starts: Int[Array, "B S+1"]
+    lengths: Int[Array, "B S"]
+    is_refused: Bool[Array, "B"]
+
+
+def find_spans(segment_ids: Int[Array, "B T"]) -> Spans:
+    """Return the spans of packed rows. Padding is a span, too, as cuDNN writes nothing for tokens outside of spans.
+
+    >>> spans = find_spans(jnp.array([[1, 1, 1, 2, 0, 0], [1, 1, 2, 2, 1, 1]]))
+    >>> print(spans.starts[0, :4], spans.lengths[0, :4], spans.is_refused)
+    [ 0  3  4 -1] [ 3  1  2 -1] [False  True]
+    """
+    length = segment_ids.shape[1]
+    is_first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    edges = jnp.sort(jnp.where(is_first, jnp.arange(length, dtype=jnp.int32), length), axis=1)
+    edges = jnp.pad(edges, ((0, 0), (0, MOST_SEGMENTS)), constant_values=length)[:, : MOST_SEGMENTS + 1]
+    firsts, ends = edges[:, :-1], edges[:, 1:]
+    ids = jnp.take_along_axis(segment_ids, jnp.minimum(firsts, length - 1), axis=1)
+    ids = jnp.where(firsts < length, ids, 0)
+    is_repeated = (ids[:, :, None] == ids[:, None, :]) & (ids != 0)[:, None, :]
+    is_refused = (edges[:, -1] < length) | jnp.tril(is_repeated, -1).any(axis=(1, 2))
+    starts, lengths = (jnp.where(firsts < length, x, -1) for x in (firsts, ends - firsts))
+    return Spans(jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1), lengths, is_refused)
+
+
 def row_attention(
     q: Float[Array, "B T H h"],
     k: Float[Array, "B T K h"],
@@ -119,7 +211,7 @@ def row_attention(
     *,
     kernel: Kernel,
     scores: Scores,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segments: Int[Array, "B T"] | Spans | None = None,
     sharding: Sharding | None = None,
 ) -> Float[Array, "B T H h"]:
     """Return causal softmax attention within rows by a fused kernel.
@@ -133,14 +225,13 @@ def row_attention(
         v: values.
         kernel: kernel that takes the arguments, by `choose_kernel`.
         scores: scale, window and soft cap.
-        segment_ids: sequence of each token in packed rows; tokens see their own sequence. None where rows hold one
-            sequence: right padding needs no mask, as no real token sees later positions.
+        segments: sequence of each token in packed rows, for cuDNN `find_spans` of them; tokens see their own sequence.
+            None where rows hold one sequence: right padding needs no mask, as no real token sees later positions.
         sharding: sharding of the model, or None for one device.
     """
-    kernels: dict[Kernel, Callable[..., Array]] = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
-    compute = partial(kernels[kernel], scores, compute_devices(sharding))
+    compute = partial(KERNELS[kernel], scores, compute_devices(sharding))
     if sharding is None:
-        return compute(segment_ids, q, k, v)
+        return compute(segments, q, k, v)
     # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.
     spec = sharding.cut(k.shape, ROW_AXES, None, "tensor").spec
     return jax.shard_map(
@@ -149,7 +240,7 @@ def row_attention(
         in_specs=(PartitionSpec(spec[0]), spec, spec, spec),
         out_specs=spec,
         check_vma=False,
-    )(segment_ids, q, k, v)
+    )(segments, q, k, v)
 
 
 def is_interpreted(devices: Sequence[Any]) -> bool:
@@ -157,19 +248,45 @@ def is_interpreted(devices: Sequence[Any]) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def _cudnn(scores: Scores, devices: Sequence[Any], segment_ids: None, q: Array, k: Array, v: Array) -> Array:
+def _cudnn(scores: Scores, devices: Sequence[Any], spans: Spans | None, q: Array, k: Array, v: Array) -> Array:
     length = q.shape[1]
     q, k, v = (_pad_tokens(x, length % 2) for x in (q, k, v))  # an odd length with a window is refused
+    mask = None
+    if spans is not None:
+        if not is_interpreted(devices):
+            return _packed_cudnn(scores, spans, q, k, v)[:, :length]
+        starts = jnp.where(spans.starts < 0, q.shape[1], spans.starts)
+        numbers = (jnp.arange(q.shape[1])[:, None] >= starts[:, None, :]).sum(axis=-1)  # [B T] span of each token
+        mask = (numbers[:, :, None] == numbers[:, None, :])[:, None]
     mixed: Array = jax.nn.dot_product_attention(
         q,
         k,
         v,
+        mask=mask,
         scale=scores.scale,
         is_causal=True,
         local_window_size=None if scores.window is None else (scores.window - 1, 0),
         implementation="xla" if is_interpreted(devices) else "cudnn",
     )
     return mixed[:, :length]
+
+
+def _packed_cudnn(scores: Scores, spans: Spans, q: Array, k: Array, v: Array) -> Array:
+    if q.size >= 2**31:  # as offsets are int32
+        raise ValueError(f"packed queries {q.shape} have 2**31 numbers or more on a device; lower microbatch_tokens")
+    mixed: Array = cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        q_seqlen=spans.lengths,
+        kv_seqlen=spans.lengths,
+        q_offsets=spans.starts,
+        kv_offsets=spans.starts,
+        scale=scores.scale,
+        mask_type=cudnn.MaskType.PADDING_CAUSAL,
+        sliding_window_length=scores.window,
+    )
+    return mixed
 
 
 class Tiles(NamedTuple):
@@ -284,6 +401,9 @@ def _splash(scores: Scores, devices: Sequence[Any], segment_ids: Array | None, q
         ids = splash.SegmentIds(segment_ids, segment_ids)
     mixed = jax.vmap(kernel)(q, k, v, ids)
     return mixed.swapaxes(1, 2)[:, :length]
+
+
+KERNELS: dict[Kernel, Callable[..., Array]] = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}
 
 
 def saves_kernels(primitive: Any, *_: Any, **params: Any) -> bool:

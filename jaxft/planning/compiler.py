@@ -15,14 +15,16 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
+import jax
 from jax._src.cudnn import fused_attention_stablehlo  # there is no public way to its limits
 from jax.experimental import topologies
+from jax.sharding import AbstractMesh
 from pydantic import TypeAdapter
 
 from jaxft.components import PlannedRun, Programs, mesh_of_devices, run_from_json
@@ -252,11 +254,20 @@ def apply_cudnn_limits(target: Target) -> Iterator[None]:
         yield
 
 
+def compiling_pallas_for(device: Any) -> AbstractContextManager[None]:
+    """Let Pallas lower Triton kernels for a GPU that is not here; since 0.11 it asks jax for the device."""
+    if device.platform != "gpu" or jax.__version_info__ < (0, 11):
+        return nullcontext()
+    described = jax.sharding.AbstractDevice(device.device_kind, device.core_count, device.platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=described))
+
+
 def lower(request: Mapping[str, Any]) -> Any:
     """Return the lowered program of a request of `compile_program`."""
     run, target = run_from_json(request["run"]), find_target(request["target"])
-    programs = Programs(run, mesh_of_devices(run, topology_devices(target)), target.device)
-    with apply_cudnn_limits(target):
+    devices = topology_devices(target)
+    programs = Programs(run, mesh_of_devices(run, devices), target.device)
+    with apply_cudnn_limits(target), compiling_pallas_for(devices[0]):
         return (programs.warm_up() | programs.by_name())[request["program"]]()
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxft import DecoderConfig, LoraSpec, Sharding
 from jaxft.core import ADAPTER, BASE, default_chunk_tokens, device_bytes, takes_fused_head
-from jaxft.models import Remat, block_weights, head_weights, layer_runs, parameter_shapes
+from jaxft.models import MOST_SEGMENTS, Kernel, Remat, block_weights, head_weights, layer_runs, parameter_shapes
 from jaxft.rollout import prefill_programs
 
 Platform = Literal["gpu", "tpu"]
@@ -44,7 +44,7 @@ class Activations(NamedTuple):
     queries: int  # H h
     keys: int  # K h, as large as values
     wide: int  # F
-    normalizers: int  # H, float32: log-sum-exp of a row of scores
+    normalizers: int  # H, float32: log-sum-exp of a row of scores; cuDNN has them for each segment
 
     def kept(self, remat: Remat, everything: int) -> int:
         """Return the bytes that a layer keeps for its backward pass.
@@ -84,6 +84,8 @@ class UpdateBytes(NamedTuple):
             are exchanged.
         reserved: what the compiler for TPUs counts beside arrays (`BESIDE_HEAP_BYTES`).
         is_unrolled: True without a loop over layers: what is kept of a layer ends when its gradients begin.
+        workspace: cuDNN's sums of a layer's gradients in packed rows, which a compiler without a device leaves out: of
+            the queries in float32, and where query heads share a key, of keys and values for each of them.
     """
 
     kept: int
@@ -99,6 +101,7 @@ class UpdateBytes(NamedTuple):
     layer_weights: int
     reserved: int
     is_unrolled: bool
+    workspace: int
 
     @property
     def in_turn(self) -> int:
@@ -115,7 +118,8 @@ class UpdateBytes(NamedTuple):
         """Bytes during the backward pass of the last layer, or unrolled of the one that needs most."""
         stacks = self.kept, self.layer_gradients
         held = max(stacks) if self.is_unrolled else sum(stacks)
-        return held + self.weights + self.exchanged + self.layer + self.layer_weights + self.reserved
+        held += self.weights + self.exchanged + self.layer + self.layer_weights + self.reserved
+        return held + self.workspace
 
     @property
     def in_embedding(self) -> int:
@@ -126,6 +130,11 @@ class UpdateBytes(NamedTuple):
     def peak(self) -> int:
         """Bytes at the moment that needs most."""
         return max(self.in_turn, self.in_head, self.in_layer, self.in_embedding)
+
+    @property
+    def uncompiled(self) -> int:
+        """Bytes of the peak that the figures of a compiler without a device leave out."""
+        return self.peak - self._replace(workspace=0).peak
 
 
 def update_bytes(
@@ -139,6 +148,7 @@ def update_bytes(
     lora: LoraSpec | None = None,
     compute_dtype: Any = jnp.bfloat16,
     param_dtype: Any = jnp.float32,
+    kernel: Kernel = "cudnn",
     is_packed: bool = True,
     is_scored_alone: bool = True,
 ) -> UpdateBytes:
@@ -149,25 +159,28 @@ def update_bytes(
         rows: rows of a microbatch, counted over the whole mesh.
         tokens: tokens of a row.
         remat: checkpoint policy.
-        platform: platform of the devices; attention is that of its fused kernels.
+        platform: platform of the devices.
         sharding: sharding of the model; None for one device.
         lora: adapters, in float32, if only they are trained.
         compute_dtype: dtype of products and activations.
         param_dtype: dtype of the parameters, or of the base with adapters.
-        is_packed: True if rows hold several sequences, which decides the kernel on GPUs.
+        kernel: kernel of attention; the reference counts as a fused one.
+        is_packed: True if rows hold several sequences.
         is_scored_alone: True for a fused head where it fits, which a teacher or an entropy bonus excludes.
 
     >>> from jaxft.models.config import model_preset
     >>> given = {"config": model_preset("qwen3-0.6b"), "rows": 8, "tokens": 2048, "platform": "gpu"}
     >>> [f"{update_bytes(remat=remat, **given).peak / 2**30:.1f} GiB" for remat in ("dots", "full")]
-    ['19.1 GiB', '7.7 GiB']
+    ['19.3 GiB', '7.7 GiB']
     """
     dtype = jnp.dtype(compute_dtype)
     itemsize, is_cast, has_gradient = dtype.itemsize, jnp.dtype(param_dtype) != dtype, lora is None
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
     is_gathered = sharding is not None and sharding.mesh.shape["fsdp"] > 1
-    activations = _layer_activations(config, rows // row_shards * tokens, itemsize, tensor)
-    repeats_heads = is_packed and platform == "gpu"  # for the Triton kernel, which has no grouped heads
+    segments = MOST_SEGMENTS if is_packed and kernel == "cudnn" else 1
+    activations = _layer_activations(config, rows // row_shards * tokens, itemsize, tensor, segments)
+    repeats_heads = kernel == "pallas"  # which has no grouped heads
+    of_sums = FLOAT32 + (0 if config.num_heads == config.num_kv_heads else 2 * itemsize)
     shapes = parameter_shapes(config, lora)
     base, adapter = (shapes, {"layers": {}}) if lora is None else (shapes[BASE], shapes[ADAPTER])
     of_base, of_adapter = (_sharded_bytes(sharding, {"layers": tree["layers"]}, dtype) for tree in (base, adapter))
@@ -201,10 +214,11 @@ def update_bytes(
         layer_weights=of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
         is_unrolled=platform == "gpu",
+        workspace=0 if segments == 1 else segments * activations.queries // itemsize * of_sums,
     )
 
 
-def _layer_activations(config: DecoderConfig, tokens: int, itemsize: int, tensor: int) -> Activations:
+def _layer_activations(config: DecoderConfig, tokens: int, itemsize: int, tensor: int, segments: int) -> Activations:
     """Return the activations of one layer for these tokens of a device, of numbers of `itemsize` bytes."""
     per_token = tokens * itemsize
     return Activations(
@@ -212,7 +226,7 @@ def _layer_activations(config: DecoderConfig, tokens: int, itemsize: int, tensor
         queries=per_token * config.num_heads * config.head_dim // tensor,
         keys=per_token * config.num_kv_heads * config.head_dim // tensor,
         wide=per_token * config.intermediate_size // tensor,
-        normalizers=tokens * config.num_heads * FLOAT32 // tensor,
+        normalizers=segments * tokens * config.num_heads * FLOAT32 // tensor,
     )
 
 

@@ -15,8 +15,8 @@ def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) ->
     """Operations of the attention kernels of one gradient, which no reader of compiled programs sees.
 
     The forward pass has two products, the backward pass five: scores and gradient of weights, queries, keys and values.
-    Segments of packed rows count as one, since a kernel skips only tiles that are above the diagonal. With remat `full`
-    the forward pass runs twice.
+    Segments of packed rows count as one, since most kernels skip only tiles that are above the diagonal; cuDNN computes
+    each segment alone, and has fewer. With remat `full` the forward pass runs twice.
 
     >>> from jaxft.models.config import model_preset
     >>> m60 = model_preset("qwen3-58m")

@@ -22,7 +22,7 @@ from jaxft.harness import run_main
 from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, model_flops
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
-from jaxft.planning.estimate import sampling_bytes, update_bytes
+from jaxft.planning.estimate import UpdateBytes, sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops, messages
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs import Console
@@ -151,8 +151,9 @@ def _choose_remat(
             continue
         if compile_one is None:
             break
-        gradient = found["gradient"] = compile_one(programs, "gradient")
-        if gradient is not None and peak(held | {"update": gradient.temporaries}) <= limit:
+        gradient, beyond = compile_one(programs, "gradient"), fused_update(programs).uncompiled
+        found["gradient"] = gradient
+        if gradient is not None and peak(held | {"update": gradient.temporaries + beyond}) <= limit:
             break
     if compile_one is not None and found["gradient"] is not None:
         found |= {name: compile_one(programs, name) for name in ("step", "prefill", "decode")}
@@ -160,7 +161,7 @@ def _choose_remat(
     for purpose, names in COMPILED.items():
         compiled = [each for name in names if (each := found.get(name)) is not None]
         if len(compiled) == len(names):
-            memory[purpose] = max(each.temporaries for each in compiled)
+            memory[purpose] = max(each.temporaries for each in compiled) + (beyond if purpose == "update" else 0)
     return programs, memory, found
 
 
@@ -178,11 +179,11 @@ def _compile(
         raise CheckFailed(str(error)) from error
 
 
-def estimate_update(programs: Programs) -> int:
-    """Return the estimated bytes of temporaries of an update."""
+def fused_update(programs: Programs) -> UpdateBytes:
+    """Return the estimated temporaries of an update whose attention is that of a fused kernel."""
     run, (rows, width) = programs.run, programs.rows_and_width()
     loss = run.adapter.loss
-    fused = update_bytes(
+    return update_bytes(
         run.model,
         rows=rows,
         tokens=width,
@@ -192,9 +193,15 @@ def estimate_update(programs: Programs) -> int:
         lora=run.lora,
         compute_dtype=programs.compute_dtype,
         param_dtype=programs.dtype,
+        kernel=programs.kernel().kernel,
         is_packed=programs.is_packed(),
         is_scored_alone=not loss.entropy_coef and (loss.distillation is None or loss.distillation.is_sampled),
     )
+
+
+def estimate_update(programs: Programs) -> int:
+    """Return the estimated bytes of temporaries of an update."""
+    run, (rows, width), fused = programs.run, programs.rows_and_width(), fused_update(programs)
     if programs.kernel().kernel != "xla":
         return fused.peak
     scores = min(rows * width**2 * run.model.num_heads // programs.sharding.devices, MOST_SCORES)

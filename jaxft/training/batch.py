@@ -165,12 +165,14 @@ class BatchPlanner:
         packed: True if several short sequences may share a row.
         pairs: True to put sequences `2 i` and `2 i + 1` into adjacent rows of one microbatch; excludes `packed`.
         row_shards: number of mesh shards that the rows of a microbatch are divided over.
+        most_segments: most sequences of a packed row; None for any number.
     """
 
     microbatch_tokens: int
     packed: bool = False
     pairs: bool = False
     row_shards: int = 1
+    most_segments: int | None = None
 
     def plan(self, lengths: Sequence[int], job_width: int = 0) -> tuple[Packing, Shapes]:
         """Return the rows of sequences of these lengths, and the shapes of the microbatches.
@@ -183,7 +185,7 @@ class BatchPlanner:
         longest = max(lengths)
         if self.packed:
             widths = [max(padded_width(longest), job_width)] if job_width else self.widths(longest)
-            plans = [plan_packing(lengths, each) for each in widths]
+            plans = [plan_packing(lengths, each, self.most_segments) for each in widths]
             tokens = [self._computed_tokens([plan.width] * plan.height) for plan in plans]
             packing = [plan for plan, each in zip(plans, tokens, strict=True) if each <= MORE_TOKENS * min(tokens)][-1]
             row_lengths = [packing.width] * packing.height

@@ -1,5 +1,6 @@
 """The learner: runs training jobs (scores, advantages, updates), and owns the state that passes from job to job."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,10 +19,10 @@ from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
 from jaxft.core.sharding import commit_like, compute_devices, compute_platform
 from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
-from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import Remat
-from jaxft.models.flash import choose_kernel
+from jaxft.models.flash import layer_kernels, segment_limit
+from jaxft.models.segment_probe import check_segments
 from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import compute_advantages
@@ -45,6 +46,8 @@ from jaxft.training.job_records import BadUpdate, TokenScores
 from jaxft.training.optimizer_config import OptimizerConfig
 from jaxft.training.update import AVERAGED_OVER, cached_update, merge_metrics, rate_at, scored, with_sample_size
 
+logger = logging.getLogger(__name__)
+
 
 def hidden_state(model: Model, params: Params) -> jax.ShapeDtypeStruct:
     """Shape and type of the hidden state of a single token, `[1 1 D]`."""
@@ -56,20 +59,18 @@ def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
     """Return whether to pack rows: `wanted`, or for None True unless that costs a kernel; False if the model cannot."""
     if wanted is None and isinstance(model.config, DecoderConfig):
         dtype = hidden_state(model, params).dtype
-        wanted = not loses_kernel(model.config, dtype, compute_devices(model.sharding))
+        reason = reason_not_to_pack(model.config, dtype, compute_devices(model.sharding))
+        wanted = not reason
+        if reason:
+            logger.info("rows hold one sequence each: %s", reason)
     return wanted is not False and can_pack(model, params)
 
 
-def loses_kernel(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> bool:
-    """True if a fused kernel takes some layers' attention in rows of one sequence, but none does in packed rows."""
-    longest = config.max_position_embeddings
-    windows = {None if kind.window is None or kind.window >= longest else kind.window for kind in config.pattern}
-    for window in windows:
-        kind = dtype, config.head_dim, Scores(config.score_scale, window, config.attention_soft_cap), devices
-        padded, packed = (choose_kernel(*kind, has_segments=has_segments).kernel for has_segments in (False, True))
-        if padded != "xla" and packed == "xla":
-            return True
-    return False
+def reason_not_to_pack(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> str:
+    """Return why no kernel takes packed rows of some layers, where one takes rows of one sequence; else nothing."""
+    alone, packed = (layer_kernels(config, dtype, devices, has_segments=each) for each in (False, True))
+    lost = (scores for scores in alone if alone[scores].kernel != "xla" and packed[scores].kernel == "xla")
+    return next((packed[scores].reason for scores in lost), "")
 
 
 def can_pack(model: Model, params: Params) -> bool:
@@ -404,7 +405,9 @@ class Learner:
         """Return the planner of a job's batch; `_packing` must have been chosen."""
         pairs, sharding = self.loss.name == "dpo", self.model.sharding
         row_shards = 1 if sharding is None else sharding.row_shards
-        return BatchPlanner(self.microbatch_tokens, bool(self._packing) and not pairs, pairs, row_shards)
+        limit = segment_limit(compute_devices(sharding))
+        most = None if limit is None else limit - 1  # and the padding
+        return BatchPlanner(self.microbatch_tokens, bool(self._packing) and not pairs, pairs, row_shards, most)
 
     def _kept_planner(self) -> BatchPlanner:
         """Return the planner of rows that are scored for their entropies alone."""
@@ -419,6 +422,10 @@ class Learner:
         if self.opt_state is not None:
             return
         self._packing = choose_packing(self.model, params, self._packing)
+        for each in (Weights(self.model, params), self.teacher) if self._planner().packed else ():
+            if each is not None and isinstance(each.model.config, DecoderConfig):
+                dtype = hidden_state(each.model, each.params).dtype
+                check_segments(each.model.config, dtype, each.model.sharding)
         if self.loss.name == "ppo":
             self.value_head = commit_like(params, init_value_head(hidden_state(self.model, params).shape[-1]))
         self._keep(init_train_state(self._train_state(params).params, self._optimizer, self.model))

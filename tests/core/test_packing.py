@@ -43,6 +43,19 @@ def test_sequences_that_are_moved_stay_whole(lengths, spare, seed):
     np.testing.assert_array_equal(moved, pack(alone, numbers, int, fill=-1))
 
 
+@settings(max_examples=50, deadline=None)
+@given(lengths=lengths_in, spare=st.integers(0, 20), most=st.integers(1, 4))
+def test_rows_have_at_most_so_many_sequences(lengths, spare, most):
+    limited, free = (plan_packing(lengths, max(lengths) + spare, each) for each in (most, None))
+    counts = np.bincount(limited.rows, minlength=limited.height)
+    assert counts.max() <= most and counts.min() > 0 and free.height <= limited.height <= len(lengths)
+    for row in range(limited.height):  # the sequences of a row follow each other
+        members = np.flatnonzero(limited.rows == row)
+        order = members[np.argsort(limited.starts[members])]
+        assert limited.starts[order].tolist() == [0, *np.cumsum(limited.lengths[order])[:-1]]
+        assert limited.lengths[order].sum() <= limited.width
+
+
 def test_rows_that_are_too_short_are_refused():
     for make in (plan_padding, plan_packing):
         with pytest.raises(ValueError, match="a sequence has 5 tokens and rows have 4"):

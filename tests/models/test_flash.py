@@ -15,13 +15,24 @@ from jax.sharding import AbstractMesh, Mesh
 import jaxft.models.attention as attention_module
 import jaxft.models.block as block_module
 import jaxft.models.decoder as decoder_module
+import jaxft.models.flash as flash_module
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.sharding import AXES, compute_devices
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import PRESETS, LayerKind
 from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import sharding_for
-from jaxft.models.flash import Choice, announce, choose_kernel, row_attention, saves_kernels, triton_tiles
+from jaxft.models.flash import (
+    MOST_SEGMENTS,
+    Choice,
+    announce,
+    choose_kernel,
+    find_spans,
+    layer_kernels,
+    row_attention,
+    saves_kernels,
+    triton_tiles,
+)
 from tests.models.weights import narrowed, random_params
 
 SMALL = PRESETS["qwen3-50k"]
@@ -40,10 +51,15 @@ class Device:
 
 
 H100, A100 = Device("gpu", "NVIDIA H100", "9.0"), Device("gpu", "NVIDIA A100", "8.0")
+B200 = Device("gpu", "NVIDIA B200", "10.0")
 T4, MI300 = Device("gpu", "Tesla T4", "7.5"), Device("gpu", "AMD Instinct MI300X", "gfx942")
 V5E = Device("tpu", "TPU v5 lite")
 PLAIN, WINDOW, CAPPED = Scores(0.25), Scores(0.25, window=30), Scores(0.4, soft_cap=2.0)
 """The scale of heads of 16, within a window, and scores of another scale that a cap of 2 changes."""
+
+
+BEFORE, SINCE = (0, 11, 1), (0, 11, 2)
+"""The last version of jax without packed rows by cuDNN, and the first with them."""
 
 
 @pytest.mark.parametrize(
@@ -71,9 +87,55 @@ PLAIN, WINDOW, CAPPED = Scores(0.25), Scores(0.25, window=30), Scores(0.4, soft_
         (jnp.bfloat16, 64, PLAIN, [], "xla", "xla"),
     ],
 )
-def test_a_kernel_is_chosen_where_its_conditions_hold(dtype, head_dim, scores, devices, alone, packed):
+def test_a_kernel_is_chosen_where_its_conditions_hold(dtype, head_dim, scores, devices, alone, packed, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", BEFORE)
     for has_segments, expected in ((False, alone), (True, packed)):
-        assert choose_kernel(jnp.dtype(dtype), head_dim, scores, devices, has_segments=has_segments).kernel == expected
+        choice = choose_kernel(dtype, head_dim, scores, devices, has_segments=has_segments)
+        assert choice.kernel == expected
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "scores", "devices", "version", "expected"),
+    [
+        (128, PLAIN, [H100], (0, 10, 2), "pallas"),
+        (128, PLAIN, [H100], BEFORE, "pallas"),
+        (128, PLAIN, [H100], SINCE, "cudnn"),
+        (128, PLAIN, [B200, H100], (0, 12, 0, 1), "cudnn"),
+        (128, PLAIN, [H100, A100], SINCE, "9.0"),
+        (128, PLAIN, [A100], BEFORE, "pallas"),
+        (128, PLAIN, [A100], SINCE, "9.0"),
+        (256, PLAIN, [H100], SINCE, "cudnn"),
+        (264, PLAIN, [H100], SINCE, "264"),
+        (64, WINDOW, [H100], BEFORE, "0.11.2"),
+        (64, WINDOW, [H100], SINCE, "cudnn"),
+        (64, CAPPED, [H100], SINCE, "soft cap"),
+        (64, PLAIN, [MI300], SINCE, "8.0"),
+        (128, WINDOW, [V5E], SINCE, "splash"),
+    ],
+)
+def test_the_version_of_jax_and_the_weakest_device_decide_about_packed_rows(
+    head_dim, scores, devices, version, expected, monkeypatch
+):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    choice = choose_kernel(jnp.bfloat16, head_dim, scores, devices, has_segments=True)
+    assert expected in (choice.reason or choice.kernel)
+
+
+def test_packed_rows_do_not_go_to_a_cudnn_that_jax_calls_in_another_way(monkeypatch):
+    def dot_product_attention(query, key, value, *, scale): ...
+
+    monkeypatch.setattr(flash_module.cudnn, "dot_product_attention", dot_product_attention)
+    monkeypatch.setattr(jax, "__version_info__", SINCE)
+    given = jnp.bfloat16, 128, PLAIN, [H100]
+    choice = choose_kernel(*given, has_segments=True)
+    assert choice.kernel == "xla" and jax.__version__ in choice.reason
+    assert choose_kernel(*given, has_segments=False).kernel == "cudnn"
+
+
+def test_windows_of_layers_count_only_where_they_are_shorter_than_the_rows():
+    config = replace(SMALL, pattern=(LayerKind(window=512), LayerKind()))
+    kernels = [layer_kernels(config, jnp.bfloat16, [V5E], has_segments=True, length=each) for each in (512, 513)]
+    assert [[scores.window for scores in each] for each in kernels] == [[None], [512, None]]
 
 
 def test_the_devices_of_the_mesh_decide():
@@ -100,6 +162,54 @@ def test_a_choice_is_logged_once(caplog):
             "window 8, soft cap 50): too wide",
         ),
     ]
+
+
+# --- Spans of packed rows.
+
+
+def ids_of(*lengths, width, first=1):
+    """A row with segments of these lengths, numbered from `first`, and padding."""
+    ids = np.repeat(np.arange(first, first + len(lengths)), lengths)
+    return np.pad(ids, (0, width - len(ids)))
+
+
+def test_spans_are_those_of_the_segments_and_of_the_padding():
+    width, most = 40, MOST_SEGMENTS
+    cases = {
+        "one": (np.ones(width), [0], [width]),
+        "several, unequal": (ids_of(3, 1, 36, width=width), [0, 3, 4], [3, 1, 36]),
+        "padded": (ids_of(5, 7, width=width), [0, 5, 12], [5, 7, 28]),
+        "any ids, padded at both ends": (
+            np.roll(ids_of(9, 2, width=width, first=70), 4),
+            [0, 4, 13, 15],
+            [4, 9, 2, 25],
+        ),
+        "padding alone": (np.zeros(width), [0], [width]),
+        "as many as fit": (
+            ids_of(*[2] * (most - 1), width=width),
+            range(0, 2 * most, 2),
+            [2] * (most - 1) + [width - 2 * (most - 1)],
+        ),
+    }
+    refused = {
+        "too many": ids_of(*[2] * most, width=width),
+        "too many and no padding": ids_of(*[2] * most, width - 2 * most, width=width),
+        "one id in two places": np.roll(ids_of(30, 10, width=width), 8),
+    }
+    table = np.stack([*(ids for ids, *_ in cases.values()), *refused.values()]).astype(np.int32)
+    spans = jax.jit(find_spans)(table)
+    assert dict(zip([*cases, *refused], spans.is_refused.tolist(), strict=True)) == dict.fromkeys(
+        cases, False
+    ) | dict.fromkeys(refused, True)
+    assert spans.starts.shape == (len(table), most + 1) and spans.lengths.shape == (len(table), most)
+    for (name, (_, starts, lengths)), found, sizes in zip(cases.items(), *spans[:2], strict=False):
+        assert found.tolist() == [*starts, *[-1] * (most + 1 - len(starts))], name
+        assert sizes.tolist() == [*lengths, *[-1] * (most - len(lengths))], name
+
+
+def test_a_row_of_one_token_has_one_span():
+    spans = jax.jit(find_spans)(np.ones((1, 1), np.int32))
+    assert (spans.starts[0, :2].tolist(), spans.lengths[0, :2].tolist()) == ([0, -1], [1, -1])
 
 
 # --- Values and gradients.
@@ -150,8 +260,15 @@ def with_gradients(attention, scores, segment_ids, q, k, v, gradient):
     return (mixed, *pull(gradient))
 
 
+TRITON = pytest.mark.skipif(jax.__version_info__ >= SINCE, reason="JAX's Triton kernel is deprecated, and not used")
+
+
 def by_kernel(kernel):
-    return lambda scores, ids, q, k, v: row_attention(q, k, v, kernel=kernel, scores=scores, segment_ids=ids)
+    def attention(scores, ids, q, k, v):
+        segments = find_spans(ids) if kernel == "cudnn" and ids is not None else ids
+        return row_attention(q, k, v, kernel=kernel, scores=scores, segments=segments)
+
+    return attention
 
 
 @pytest.mark.parametrize(
@@ -160,7 +277,8 @@ def by_kernel(kernel):
         pytest.param(reference, Scores(0.4, 30, 2.0), SEGMENTS, id="reference, packed, window, cap"),
         pytest.param(by_kernel("cudnn"), PLAIN, None, marks=pytest.mark.slow, id="cudnn"),
         pytest.param(by_kernel("cudnn"), Scores(0.4, 30), None, id="cudnn, window, scale"),
-        pytest.param(by_kernel("pallas"), PLAIN, SEGMENTS, id="pallas, packed"),
+        pytest.param(by_kernel("cudnn"), Scores(0.4, 30), SEGMENTS, id="cudnn, packed, window, scale"),
+        pytest.param(by_kernel("pallas"), PLAIN, SEGMENTS, marks=TRITON, id="pallas, packed"),
         pytest.param(by_kernel("splash"), PLAIN, None, marks=pytest.mark.slow, id="splash"),
         pytest.param(by_kernel("splash"), PLAIN, SEGMENTS, marks=pytest.mark.slow, id="splash, packed"),
         pytest.param(by_kernel("splash"), WINDOW, SEGMENTS, marks=pytest.mark.slow, id="splash, packed, window"),
@@ -178,6 +296,7 @@ def test_values_and_gradients_are_those_of_the_formula(attention, scores, segmen
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@TRITON
 @pytest.mark.parametrize("head_dim", [24, pytest.param(256, marks=pytest.mark.slow)])
 def test_the_triton_kernel_takes_wide_heads_and_widths_that_are_no_power_of_two(head_dim):
     arrays, scores = draws(heads=3, kv_heads=1, head_dim=head_dim), Scores(1.5 * head_dim**-0.5)
@@ -220,10 +339,11 @@ import jax
 import numpy as np
 from jaxft.core.sharding import ROW_AXES, Sharding, make_mesh
 from jaxft.models.attention import Scores
-from jaxft.models.flash import row_attention
+from jaxft.models.flash import PACKED_SINCE, find_spans, row_attention
 
 def with_gradients(kernel, sharding, ids, q, k, v, gradient):
-    call = lambda *x: row_attention(*x, kernel=kernel, scores=Scores(0.25), segment_ids=ids, sharding=sharding)
+    ids = find_spans(ids) if kernel == "cudnn" else ids
+    call = lambda *x: row_attention(*x, kernel=kernel, scores=Scores(0.25), segments=ids, sharding=sharding)
     mixed, pull = jax.vjp(call, q, k, v)
     return mixed, *pull(gradient)
 
@@ -232,7 +352,7 @@ arrays = [jax.random.normal(jax.random.fold_in(key, i), (8, 130, n, 16)) for i, 
 for rows, sizes in ((8, (2, 2, 2)), (8, (2, 4, 1)), (3, (1, 4, 2))):
     sharding, few = Sharding(make_mesh(*sizes)), (ids[:rows], *(x[:rows] for x in arrays))
     placed = [jax.device_put(x, sharding.cut(x.shape, ROW_AXES, None, "tensor")) for x in few[1:]]
-    for kernel in ("pallas", "splash"):
+    for kernel in ("cudnn", "splash", "pallas")[: 2 if jax.__version_info__ >= PACKED_SINCE else 3]:
         alone = jax.jit(with_gradients, static_argnums=(0, 1))(kernel, None, *few)
         spread = jax.jit(with_gradients, static_argnums=(0, 1))(kernel, sharding, few[0], *placed)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5), alone, spread)
@@ -259,6 +379,7 @@ def forced(monkeypatch):
     def make(kernel, **options):
         choose = lambda *_, has_segments: Choice(kernel if has_segments else "xla")  # noqa: E731
         monkeypatch.setattr(block_module, "choose_kernel", choose)
+        monkeypatch.setattr(flash_module, "choose_kernel", choose)
         monkeypatch.setattr(decoder_module, "_model", NOT_CACHED)  # its functions may be traced with another kernel
         return decoder(**{"config": SMALL} | options)
 
@@ -275,7 +396,9 @@ def packed_rows():
     return np.where(positions % 2 == 0, 7, 10 + positions % 50).astype(np.int32), positions
 
 
-@pytest.mark.parametrize(("kernel", "window"), [pytest.param("pallas", None, marks=pytest.mark.slow), ("splash", 40)])
+@pytest.mark.parametrize(
+    ("kernel", "window"), [pytest.param("pallas", None, marks=[TRITON, pytest.mark.slow]), ("splash", 40)]
+)
 def test_packed_rows_in_bfloat16_are_within_two_percent(kernel, window, forced):
     """Hidden states, which have a norm of about 6; the kernel is called in the layers."""
     config = replace(SMALL, num_layers=1, pattern=(LayerKind(window=window),))
@@ -292,8 +415,20 @@ def test_packed_rows_in_bfloat16_are_within_two_percent(kernel, window, forced):
         assert np.linalg.norm(row - right) < 0.02 * np.linalg.norm(right)
 
 
+def test_rows_that_cudnn_would_compute_in_part_are_not_numbers(forced):
+    """Where the kernel is another one, they are computed."""
+    config = replace(SMALL, num_layers=1)
+    params, (tokens, positions) = random_params(config), packed_rows()
+    crowded = np.arange(150) // 150 + np.minimum(np.arange(150), MOST_SEGMENTS + 1)
+    for kernel, is_number in (("cudnn", [True, False]), ("xla", [True, True])):
+        apply = jax.jit(forced(kernel, config=config).apply)
+        hidden, _ = apply(params, tokens, positions, segment_ids=np.stack([SEGMENTS[0], crowded]).astype(np.int32))
+        assert np.isfinite(hidden).all(axis=(1, 2)).tolist() == is_number
+        assert np.isnan(hidden[1]).all() != is_number[1]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "window"), [("pallas", None), ("splash", 40)])
+@pytest.mark.parametrize(("kernel", "window"), [pytest.param("pallas", None, marks=TRITON), ("splash", 40)])
 def test_gradients_of_packed_rows_in_bfloat16_are_within_two_percent(kernel, window, forced):
     """The gradient of each row by itself, in each leaf."""
     config = replace(SMALL, pattern=(LayerKind(window=window),))
@@ -317,6 +452,7 @@ def test_gradients_of_packed_rows_in_bfloat16_are_within_two_percent(kernel, win
         assert np.linalg.norm(leaf - exact) < 0.02 * np.linalg.norm(exact), path
 
 
+@TRITON
 def test_the_forward_kernel_is_not_repeated_where_its_result_is_saved():
     q, k, v, _ = draws(jnp.bfloat16)
 
@@ -363,6 +499,13 @@ def test_tiles_of_the_triton_kernel_fit_the_weakest_device_and_the_heads():
         assert tiles.block_q_dq == tiles.block_kv_dkv and not any(max(blocks) % block for block in blocks)
 
 
+def assert_near(found, expected):
+    """Each row of each array is within two percent."""
+    for one, other in zip(narrowed(found, np.float32), narrowed(expected, np.float32), strict=True):
+        for row, exact in zip(one, other, strict=True):
+            assert np.linalg.norm(row - exact) < 0.02 * np.linalg.norm(exact)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize(("window", "segment_ids"), [(None, None), (30, None), (None, SEGMENTS), (30, SEGMENTS)])
@@ -374,10 +517,27 @@ def test_kernels_on_the_device_give_the_values_and_gradients_of_the_reference(wi
     narrow = draws(jnp.bfloat16, head_dim=head_dim)
     with jax.default_matmul_precision("highest"):
         expected = with_gradients(reference, scores, segment_ids, *narrowed(narrow, np.float32))
-    found = with_gradients(by_kernel(choice.kernel), scores, segment_ids, *narrow)
-    for one, other in zip(narrowed(found, np.float32), narrowed(expected, np.float32), strict=True):
-        for row, exact in zip(one, other, strict=True):
-            assert np.linalg.norm(row - exact) < 0.02 * np.linalg.norm(exact)
+    assert_near(with_gradients(by_kernel(choice.kernel), scores, segment_ids, *narrow), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 8, 64), (16, 2, 64)])
+@pytest.mark.parametrize("window", [None, 200])
+def test_unequal_segments_of_grouped_heads_on_the_device(window, heads, kv_heads, head_dim):
+    """Three segments and padding in one row, a token and the rest in another; padding has no gradient."""
+    scores, real = Scores(head_dim**-0.5, window), 500 + 130 + 300
+    ids = np.stack([np.repeat([1, 2, 3, 0], [500, 130, 300, 94]), np.repeat([1, 2], [1, 1023])]).astype(np.int32)
+    choice = choose_kernel(jnp.bfloat16, head_dim, scores, jax.devices(), has_segments=True)
+    if choice.kernel == "xla":
+        pytest.skip(choice.reason)
+    narrow = draws(jnp.bfloat16, length=1024, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    narrow[3][0, real:] = 0
+    with jax.default_matmul_precision("highest"):
+        expected = with_gradients(reference, scores, ids, *narrowed(narrow, np.float32))
+    found = with_gradients(by_kernel(choice.kernel), scores, ids, *narrow)
+    assert_near(found, expected)
+    assert all(np.isfinite(np.asarray(each, np.float32)).all() for each in found)
+    assert not any(np.asarray(each[0, real:], np.float32).any() for each in found[1:])
 
 
 @pytest.mark.gpu

@@ -45,6 +45,7 @@ def setting(case):
     """Arguments of `update_bytes` for a case."""
     target, config = find_target(case["target"]), config_of(case)
     lora = LoraSpec(16, 32.0) if case["lora"] else None
+    is_packed = case.get("is_packed", case["loss"] != "dpo")
     return dict(
         config=config,
         rows=case["rows"],
@@ -54,7 +55,8 @@ def setting(case):
         sharding=sharding_for(config, AbstractMesh((1, target.chips, 1), AXES)),
         lora=lora,
         param_dtype="float32" if lora is None else "bfloat16",
-        is_packed=case.get("is_packed", case["loss"] != "dpo"),
+        kernel="pallas" if is_packed and target.chip.platform == "gpu" else "cudnn",
+        is_packed=is_packed and target.chip.platform == "gpu",
         is_scored_alone=case.get("is_fused", False),
     )
 

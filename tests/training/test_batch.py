@@ -116,6 +116,13 @@ def test_packed_rows_are_as_wide_as_wastes_least():
     assert BatchPlanner(1024, packed=True, row_shards=8).widths(80) == [80, 128]
 
 
+def test_rows_of_a_kernel_with_a_limit_have_no_more_sequences():
+    free, limited = (
+        BatchPlanner(1024, packed=True, most_segments=most).plan([128] + [10] * 30)[0] for most in (None, 7)
+    )
+    assert (np.bincount(free.rows).max(), np.bincount(limited.rows).max()) == (12, 7)
+
+
 def test_jobs_of_other_lengths_have_packed_rows_of_one_width():
     planner = BatchPlanner(1024, packed=True)
     for longest in (10, 30, 48, 64):

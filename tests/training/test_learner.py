@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxft.models.flash as flash_module
 import jaxft.training.learner as learner_module
 from jaxft.core.advantages import group_advantages
 from jaxft.core.packing import pack, unpack
@@ -137,10 +138,10 @@ def test_rows_are_not_packed_where_only_rows_of_one_sequence_have_a_kernel(monke
     network = decoder(model_preset("qwen3-50k"))
     params = jax.eval_shape(lambda: network.init(jax.random.key(0)))
     assert choose_packing(network, params, None) and not choose_packing(network, params, False)
-    for packed, is_packed in (("xla", False), ("pallas", True)):
-        choices = {False: Choice("cudnn"), True: Choice(packed)}
+    for packed, is_packed in ((Choice("xla", "no kernel"), False), (Choice("pallas"), True)):
+        choices = {False: Choice("cudnn"), True: packed}
         choose = lambda *kind, has_segments, choices=choices: choices[has_segments]  # noqa: E731
-        monkeypatch.setattr(learner_module, "choose_kernel", choose)
+        monkeypatch.setattr(flash_module, "choose_kernel", choose)
         assert (choose_packing(network, params, None), choose_packing(network, params, True)) == (is_packed, True)
 
 

@@ -1,0 +1,118 @@
+"""The probe of packed rows: before they are trained, their kernels show on the devices that segments do not mix.
+
+Kernels have mixed them: cuDNN's, as JAX before 0.11.2 called it, read the keys of other sequences where query heads
+share a key, without an error. So each kernel of packed rows is compared with sequences in rows of their own.
+Letters: `B` rows, `T` tokens, `H` query heads, `K` key/value heads, `h` head width.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.metadata import distributions
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from jaxft.core.sharding import Sharding, compute_devices
+from jaxft.errors import CheckFailed
+from jaxft.models.attention import HeadRows, Scores, attend, visible_keys
+from jaxft.models.config import DecoderConfig
+from jaxft.models.flash import Kernel, find_spans, layer_kernels, row_attention
+
+PROBED_TOKENS = 70, 150, 45, 55
+"""Tokens of the segments of a probed row, no multiples of a kernel's blocks; the last are padding."""
+
+LARGEST_LEAK = 0.1
+"""Bound of `segment_leak`. Rounding to bfloat16 stays below 0.03, and one foreign key among fifty is above it."""
+
+CUDNN_PACKAGES = "nvidia-cudnn-cu13", "nvidia-cudnn-cu12"
+
+
+def check_segments(config: DecoderConfig, dtype: Any, sharding: Sharding | None) -> None:
+    """Raise unless the devices keep the segments of packed rows apart, by each kernel that the model's layers have.
+
+    A kernel is compiled and run once in a process, with its gradient; the reference is not.
+
+    Args:
+        config: the model.
+        dtype: dtype of queries, keys and values.
+        sharding: sharding of the model, or None for one device.
+
+    Raises:
+        CheckFailed: the results of a segment in a row are not those of the segment alone.
+    """
+    devices, heads = compute_devices(sharding), (config.num_heads, config.num_kv_heads, config.head_dim)
+    for scores, (kernel, _) in layer_kernels(config, dtype, devices, has_segments=True).items():
+        if kernel == "xla":
+            continue
+        probed = scores if scores.window is None else scores._replace(window=min(scores.window, min(PROBED_TOKENS)))
+        leak = _leak_on_devices(kernel, probed, heads, jnp.dtype(dtype), sharding)
+        if not leak <= LARGEST_LEAK:
+            found = [each.version for name in CUDNN_PACKAGES for each in distributions(name=name)]
+            raise CheckFailed(
+                f"the {kernel} kernel of attention mixes the sequences of packed rows on {devices[0].device_kind} "
+                f"({jnp.dtype(dtype).name}, {heads[0]} query heads and {heads[1]} key heads of {heads[2]}, window "
+                f"{scores.window}): a token differs by {leak:.2g} of its size from that of the sequence alone, and "
+                f"rounding by at most {LARGEST_LEAK}. This is jax {jax.__version__} with cuDNN "
+                f"{' and '.join(found) or 'of no package'}; jax 0.11.2 with cuDNN 9.28 is right. Install these, or set "
+                "packing of the trainer adapter to false"
+            )
+
+
+@cache
+def _leak_on_devices(
+    kernel: Kernel, scores: Scores, heads: tuple[int, int, int], dtype: Any, sharding: Sharding | None
+) -> float:
+    def attention(segment_ids: Array, *qkv: Array) -> Array:
+        segments = find_spans(segment_ids) if kernel == "cudnn" else segment_ids
+        return row_attention(*qkv, kernel=kernel, scores=scores, segments=segments, sharding=sharding)
+
+    rows = 1 if sharding is None else sharding.row_shards
+    everywhere = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
+    probe = partial(segment_leak, attention, scores, (rows, *heads), dtype)
+    with jax.default_matmul_precision("highest"):
+        return float(jax.jit(probe, out_shardings=everywhere)())
+
+
+def segment_leak(
+    attention: Callable[..., Array], scores: Scores, sizes: tuple[int, int, int, int], dtype: Any
+) -> Float[Array, ""]:
+    """Return how far packed segments are from rows of one segment, which the reference computes in float32.
+
+    It is the largest difference of a token's value or gradient in a head, relative to the root mean square over the
+    tokens of the segment.
+
+    Args:
+        attention: `(segment_ids [B T], q [B T H h], k [B T K h], v [B T K h]) -> [B T H h]`.
+        scores: scale, window and soft cap.
+        sizes: `B`, `H`, `K` and `h`.
+        dtype: dtype of queries, keys and values.
+    """
+    rows, heads, kv_heads, head_dim = sizes
+    ids = jnp.tile(np.repeat([1, 2, 3, 0], PROBED_TOKENS).astype(np.int32), (rows, 1))
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, gradient = (
+        jax.random.normal(key, (*ids.shape, count, head_dim), dtype)
+        for key, count in zip(keys, (heads, kv_heads, kv_heads, heads), strict=True)
+    )
+    mixed, pull = jax.vjp(partial(attention, ids), q, k, v)
+    found = mixed, *pull(jnp.where(ids[:, :, None, None] > 0, gradient, 0))
+
+    def alone(q: Array, k: Array, v: Array) -> Array:
+        places = jnp.arange(q.shape[1])
+        seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
+        return attend(q, seen, visible_keys(places[None], places, scores.window), scores)
+
+    worst = jnp.zeros(())
+    for start, end in pairwise(accumulate(PROBED_TOKENS[:-1], initial=0)):
+        *row, row_gradient = (x[:, start:end].astype(jnp.float32) for x in (q, k, v, gradient))
+        mixed, pull = jax.vjp(alone, *row)
+        for packed, exact in zip(found, (mixed, *pull(row_gradient)), strict=True):
+            off = jnp.linalg.norm(packed[:, start:end].astype(jnp.float32) - exact, axis=-1)  # [B T heads]
+            size = jnp.sqrt((exact**2).sum(axis=-1).mean(axis=1, keepdims=True))
+            worst = jnp.maximum(worst, (off / size).max())
+    return worst
