@@ -183,6 +183,7 @@ class Programs:
             slots=policy.slots,
             length=policy.max_context_tokens,
             cache_tokens=policy.cache_tokens,
+            platform=self.device.platform,
         )
 
     def by_name(self) -> dict[str, Callable[[], Any]]:

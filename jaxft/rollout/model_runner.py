@@ -132,7 +132,16 @@ class ModelRunner:
         counts: the numbers of tokens so far.
     """
 
-    def __init__(self, model: Model, *, seed: int, slots: int, length: int, cache_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        *,
+        seed: int,
+        slots: int,
+        length: int,
+        cache_tokens: int | None = None,
+        platform: str | None = None,
+    ) -> None:
         """Make a runner.
 
         Args:
@@ -141,6 +150,7 @@ class ModelRunner:
             slots: number of requests that decode together.
             length: maximum number of tokens of a request.
             cache_tokens: tokens that the pages hold in all; None for as many as all slots can need.
+            platform: platform of an abstract mesh; None for that of the model's devices.
 
         Raises:
             ValueError: slots do not divide over the row shards, or the pages of a shard do not hold one request.
@@ -160,7 +170,7 @@ class ModelRunner:
         self.counts = Counts()
         self._model = model
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
-        platform = compute_platform(model.sharding)
+        platform = platform or compute_platform(model.sharding)
         self._keeps_logits = platform == "cpu" and model.sharding is None  # a CPU maps new memory page by page
         self._programs = prefill_programs(platform, slots // self.row_shards, length, self.num_pages)
         self._warm_up_rounds = warm_up_rounds(platform)
