@@ -71,7 +71,7 @@ class UpdateBytes(NamedTuple):
             layer on.
         head: the head, gathered or cast, in the dtype of products; until its backward pass ends.
         head_gradient: sums of the head's gradient, not sharded: in float32, but in the dtype of products if there is
-            only one chunk; a fused head has them in both, in slices and joined.
+            only one chunk; a fused head has them twice, in slices and joined.
         exchanged: the head's gradient in the dtype of products, sharded; from the backward pass of the layers on.
         embedding_gradient: float32 sums of the embedding's gradient, not sharded.
         chunk: logits of one chunk in float32, their gradient in the dtype of products, and the hidden state of all
@@ -171,7 +171,7 @@ def update_bytes(
     >>> from jaxft.models.config import model_preset
     >>> given = {"config": model_preset("qwen3-0.6b"), "rows": 8, "tokens": 2048, "platform": "gpu"}
     >>> [f"{update_bytes(remat=remat, **given).peak / 2**30:.1f} GiB" for remat in ("dots", "full")]
-    ['19.3 GiB', '7.7 GiB']
+    ['19.6 GiB', '8.0 GiB']
     """
     dtype = jnp.dtype(compute_dtype)
     itemsize, is_cast, has_gradient = dtype.itemsize, jnp.dtype(param_dtype) != dtype, lora is None
@@ -192,7 +192,7 @@ def update_bytes(
     chunk = -(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden
     if is_fused:
         chunk = scored * (config.vocab_size * itemsize + 3 * config.hidden_size * FLOAT32)
-    of_sums = FLOAT32 + itemsize if is_fused else FLOAT32 if chunks > 1 else itemsize
+    of_head = 2 * FLOAT32 if is_fused else FLOAT32 if chunks > 1 else itemsize
     everything = (_unrolled if platform == "gpu" else _everything)(activations, repeats_heads, config)
     of_layer = block_weights(config) // tensor * itemsize
     if platform == "gpu":  # gathered weights are kept, and the result of up without its adapter beside the sum
@@ -204,7 +204,7 @@ def update_bytes(
         weights=(of_base if is_cast else 0) + of_adapter,
         layer_gradients=of_base if has_gradient else of_adapter,
         head=vocabulary * itemsize if is_gathered or is_cast else 0,
-        head_gradient=vocabulary * of_sums if has_gradient else 0,
+        head_gradient=vocabulary * of_head if has_gradient else 0,
         exchanged=_sharded_bytes(sharding, {"embed": base["embed"]}, dtype) if has_gradient else 0,
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
         chunk=chunk,
