@@ -74,8 +74,7 @@ def _leak_on_devices(
     rows = 1 if sharding is None else sharding.row_shards
     everywhere = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
     probe = partial(segment_leak, attention, scores, (rows, *heads), dtype)
-    with jax.default_matmul_precision("highest"):
-        return float(jax.jit(probe, out_shardings=everywhere)())
+    return float(jax.jit(probe, out_shardings=everywhere)())
 
 
 def segment_leak(
@@ -102,6 +101,7 @@ def segment_leak(
     mixed, pull = jax.vjp(partial(attention, ids), q, k, v)
     found = mixed, *pull(jnp.where(ids[:, :, None, None] > 0, gradient, 0))
 
+    @jax.default_matmul_precision("highest")
     def alone(q: Array, k: Array, v: Array) -> Array:
         places = jnp.arange(q.shape[1])
         seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))
