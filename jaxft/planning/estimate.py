@@ -5,7 +5,7 @@ and the head's gradient in float32, the backward pass of a layer, with all that 
 are scanned and several kinds take turns, the forward pass of a turn. All find the activations that all layers have
 kept, and the weights in the dtype of products. Estimates are sums of such arrays, in the order in which the program
 makes them. They promise to be within 25 % of the compilers' figures; for updates, they miss none of the cases of
-`tests/planning/test_estimate.py` by more than 15 %. Attention is that of fused kernels, and all bytes are those of one
+`tests/planning/test_estimate.py` by more than 20 %. Attention is that of fused kernels, and all bytes are those of one
 device.
 Letters: `B` rows, `T` tokens, `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h` head width, `L`
 layers, `V` vocabulary.
