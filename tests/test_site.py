@@ -60,7 +60,8 @@ def test_nothing_is_loaded_from_other_hosts(pages):
 
 def test_formulas_are_drawn_by_the_browser():
     text = (SITE / "algorithms" / "index.html").read_text()
-    assert text.count("<math ") > 40 and text.count('display="block"') == 1
+    blocks = (SITE.parent / "docs" / "algorithms.md").read_text().count("$$") // 2
+    assert text.count("<math ") > 40 and text.count('display="block"') == blocks > 0
     assert "arithmatex" not in text and "merror" not in text and not re.search(r"\\(frac|operatorname|text)\b", text)
 
 
