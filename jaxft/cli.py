@@ -180,9 +180,7 @@ def _export_arguments(parser: Parser) -> None:
         "source", type=home_path, help="a run directory, or a model: folder, GGUF file or id on the hub"
     )
     parser.add_argument("folder", type=home_path, help="the folder to write; empty or not there yet")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights (default %(default)s)"
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the weights (default float32)")
     parser.add_argument("--merge", action="store_true", help="merge LoRA adapters into their base and write it whole")
     parser.add_argument(
         "--atif", action="store_true", help="write the kept episodes of a run instead, a file of ATIF for each"

@@ -96,12 +96,21 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
 
     trajectory_builder_config: LoggedTrajectoryBuilderConfig
 
-    def __init__(self, config: LoggedTrajectoryBuilderConfig, template: ChatTemplate, max_tokens: int) -> None:
-        """Read no rows yet; rows of more than `max_tokens` tokens are those that `long_rows` is about."""
+    def __init__(
+        self, config: LoggedTrajectoryBuilderConfig, template: ChatTemplate, max_tokens: int, vocabulary: int
+    ) -> None:
+        """Read no rows yet.
+
+        Args:
+            config: the configuration.
+            template: chat template and tokenizer of the model.
+            max_tokens: tokens of the context; rows of more are those that `long_rows` is about.
+            vocabulary: number of token ids of the model.
+        """
         super().__init__(config)
         self.groups: dict[str, list[Trajectory]] = {}
         self.dropped = 0
-        self._template, self._max_tokens = template, max_tokens
+        self._template, self._max_tokens, self._vocabulary = template, max_tokens, vocabulary
         self._held_out: list[list[Trajectory]] = []
         self._asked: dict[str, tuple[list[str], float]] = {}
 
@@ -130,7 +139,9 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
     def _read(self, source: str, examples: Sequence[EvalInputItem]) -> tuple[dict[str, list[Trajectory]], int]:
         """Return the groups of these rows, and the number of rows that were left out."""
         template, config = self._template.of_thread, self.trajectory_builder_config
-        read = read_items(source, examples, lambda item: self._fit(read_item(item, template, config)))
+        read = read_items(
+            source, examples, lambda item: self._fit(self._checked(item, read_item(item, template, config)))
+        )
         fitting = [(item.id, row) for item, row in zip(examples, read, strict=True) if row.sequences]
         if len({row.row.is_pair for _, row in fitting}) == 2:
             raise DatasetError(f"{source}: some rows are preferences and some are not: give them in two runs")
@@ -144,6 +155,17 @@ class LoggedTrajectoryBuilder(TrajectoryBuilder):
             members = groups.setdefault(group, [])
             members.append(_trajectory(group, len(members), row, read_row.sequences))
         return groups, len(read) - len(fitting)
+
+    def _checked(self, item: EvalInputItem, read: ReadRow) -> ReadRow:
+        """Return a row, whose token ids must be those of the model if they were recorded."""
+        if "token_sequences" in item.full_dataset_entry:
+            ids = [token for each in read.sequences for token in each.tokens]
+            if wrong := [token for token in ids if not 0 <= token < self._vocabulary]:
+                raise ValueError(
+                    f"has the token id {wrong[0]}, and the model {self._vocabulary} ids: it is of another tokenizer; "
+                    "without its ids the chat template tokenises it"
+                )
+        return read
 
     def _fit(self, read: ReadRow) -> ReadRow:
         """Return a row whose sequences fit the context, as `long_rows` says; one without any is left out."""
@@ -251,4 +273,5 @@ async def logged_trajectory_builder(
     llm = await builder.get_llm(config.llm)
     if not isinstance(llm, ChatClient):
         raise ComponentError(f"llm '{config.llm}' is a {type(llm).__name__}; wanted a local_policy, which is trained")
-    yield LoggedTrajectoryBuilder(config, llm.policy.template, llm.policy.engine.max_context_tokens)
+    engine = llm.policy.engine
+    yield LoggedTrajectoryBuilder(config, llm.policy.template, engine.max_context_tokens, engine.vocabulary)

@@ -6,15 +6,14 @@ ATIF has no field for is in `extra`: rewards, temperatures, versions of the poli
 """
 
 import itertools
-import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field, ValidationError
 
 import jaxft
-from jaxft.errors import ConfigError, DatasetError, RequestError
+from jaxft.errors import ConfigError, DatasetError
 from jaxft.files import json_bytes
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.datasets import (
@@ -32,7 +31,6 @@ from jaxft.rollout.sequences import TokenSequence, token_sequences
 from jaxft.runs.records import read_run
 
 VERSION = "ATIF-v1.8"
-VERSIONS = re.compile(r"ATIF-v1\.[0-8]")
 SOURCES = {"system": "system", "user": "user", "agent": "assistant"}
 
 Json = dict[str, Any]
@@ -206,32 +204,117 @@ def read_atif(path: Path) -> Iterator[DatasetRow]:
         documents = read_jsonl(file) if file.suffix in (".jsonl", ".ndjson") else read_object(file)
         for place, document in documents:
             try:
-                rows = _rows(document)
-            except (ValueError, RequestError) as error:
+                rows = _rows(_Document.model_validate(document))
+            except ValidationError as error:
+                fault = error.errors(include_url=False)[0]
+                where = ".".join(map(str, fault["loc"]))
+                raise DatasetError(f"{place}: {where}: {fault['msg']}; holds {fault['input']!r:.80}") from None
+            except ValueError as error:
                 raise DatasetError(f"{place}: {error}") from None
             yield from (DatasetRow(place, row) for row in rows)
 
 
-def _rows(document: Json) -> list[Json]:
+TokenIds = list[Annotated[int, Field(strict=True, ge=0)]]
+LogProbs = list[Annotated[float, Field(strict=True, le=1e-3, allow_inf_nan=False)]]  # rounding may exceed 0
+Message = str | list[Json]
+
+
+class _MetricsExtra(BaseModel):
+    policy_versions: list[int] | None = None
+    behavior_logprobs: LogProbs | None = None
+    supports: list[str] | None = None
+    turn: int | None = Field(None, ge=0)
+    row: int | None = Field(None, ge=0)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    finish_reason: str | None = None
+    llm: str | None = None
+
+
+class _Metrics(BaseModel):
+    prompt_token_ids: TokenIds | None = None
+    completion_token_ids: TokenIds | None = None
+    logprobs: LogProbs | None = None
+    extra: _MetricsExtra | None = None
+
+
+class _ToolCall(BaseModel):
+    tool_call_id: str
+    function_name: str
+    arguments: Json
+    extra: Json | None = None
+
+
+class _Result(BaseModel):
+    source_call_id: str | None = None
+    content: Message | None = None
+
+
+class _Observation(BaseModel):
+    results: list[_Result] | None = None
+
+
+class _Step(BaseModel):
+    source: Literal["system", "user", "agent"]
+    message: Message
+    model_name: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+    observation: _Observation | None = None
+    metrics: _Metrics | None = None
+    llm_call_count: int | None = None
+    is_copied_context: bool | None = None
+
+    @property
+    def is_own(self) -> bool:
+        """True for an answer of a model that no earlier trajectory has."""
+        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
+
+
+class _Agent(BaseModel):
+    model_name: str | None = None
+    tool_definitions: list[Json] | None = None
+
+
+class _Document(BaseModel):
+    """What is read of a trajectory; a document has much else."""
+
+    schema_version: str = Field(pattern=r"^ATIF-v1\.[0-8]$")
+    agent: _Agent = _Agent()
+    steps: list[_Step] = Field(min_length=1)
+    subagent_trajectories: list["_Part"] | None = None
+    extra: Json | None = None
+
+    def parts(self) -> "Iterator[_Document]":
+        """Yield this trajectory and those of its subagents."""
+        yield self
+        for part in self.subagent_trajectories or ():
+            yield from part.parts()
+
+
+class _Part(_Document):
+    schema_version: str = VERSION
+
+
+def _rows(document: _Document) -> list[Json]:
     """Return a trajectory as one row with token ids, or each of its parts as a row without."""
-    version = document.get("schema_version")
-    if not (isinstance(version, str) and VERSIONS.fullmatch(version)):
-        raise ValueError(f"schema_version is {version!r:.50}; wanted ATIF-v1.0 to {VERSION}")
-    parts = list(_parts(document))
-    answers = [answer for part in parts for answer in _own_answers(part)]
-    extra = document.get("extra") or {}
+    extra = document.extra or {}
     reward = extra.get("reward") if extra.get("scorable", True) else None
-    if known := [(index, *answer) for index, answer in enumerate(answers) if has_ids(answer[0])]:
-        by_row: dict[int, list[Call]] = {}  # a row may have more than a prefix in common: calls that nobody trains
-        for index, step, model in known:
-            by_row.setdefault(_extra(step).get("row", 0), []).append(_call(step, model, index))
+    by_row: dict[int, list[Call]] = {}  # a row may have more than a prefix in common: calls that nobody trains
+    answers = ((part, number) for part in document.parts() for number, step in enumerate(part.steps) if step.is_own)
+    for index, (part, number) in enumerate(answers):
+        step = part.steps[number]
+        if step.metrics and step.metrics.prompt_token_ids and step.metrics.completion_token_ids:
+            extras = step.metrics.extra or _MetricsExtra()
+            call = _call(step.metrics, extras, step.model_name or part.agent.model_name, index, f"steps.{number}")
+            by_row.setdefault(extras.row or 0, []).append(call)
+    if by_row:
         sequences = [sequence for _, calls in sorted(by_row.items()) for sequence in _sequences(calls)]
         return [{"messages": _messages(document), "reward": reward, "token_sequences": sequences}]
     rows = []
-    for part in parts:
-        messages, tools = _messages(part), (part.get("agent") or {}).get("tool_definitions") or []
-        if any(message["role"] == "assistant" and message.get("weight", 1) for message in messages):
-            rows.append({"messages": messages, "tools": tools, "reward": reward})
+    for part in document.parts():
+        if any(step.is_own for step in part.steps):
+            rows.append({"messages": _messages(part), "tools": part.agent.tool_definitions or [], "reward": reward})
+    if not rows:
+        raise ValueError("steps: no model has answered in any of them, so there is nothing to train on")
     return rows
 
 
@@ -244,77 +327,49 @@ def _sequences(calls: Sequence[Call]) -> list[Json]:
     return [row.model_copy(update=known).model_dump() for row, known in zip(rows, own, strict=True)]
 
 
-def _parts(document: Json) -> Iterator[Json]:
-    """Yield a trajectory and those of its subagents."""
-    if not isinstance(document.get("steps"), list):
-        raise ValueError(f"steps is {document.get('steps')!r:.50}; wanted a list")
-    yield document
-    for part in document.get("subagent_trajectories") or ():
-        yield from _parts(part)
-
-
-def _own_answers(part: Json) -> Iterator[tuple[Json, str | None]]:
-    """Yield the steps that a model answered, and the names of the models."""
-    for number, step in enumerate(part["steps"]):
-        if not isinstance(step, dict) or step.get("source") not in ("system", "user", "agent"):
-            raise ValueError(f"steps[{number}] is {step!r:.80}; wanted an object whose source is system, user or agent")
-        if step["source"] == "agent" and not _is_context(step):
-            yield step, step.get("model_name") or (part.get("agent") or {}).get("model_name")
-
-
-def _is_context(step: Json) -> bool:
-    return bool(step.get("is_copied_context")) or step.get("llm_call_count") == 0
-
-
-def has_ids(step: Json) -> bool:
-    """Return True if a step has the token ids of its prompt and of its answer."""
-    metrics = step.get("metrics") or {}
-    return bool(metrics.get("prompt_token_ids") and metrics.get("completion_token_ids"))
-
-
-def _extra(step: Json) -> Json:
-    return step["metrics"].get("extra") or {}
-
-
-def _call(step: Json, model: str | None, index: int) -> Call:
+def _call(metrics: _Metrics, extra: _MetricsExtra, model: str | None, index: int, place: str) -> Call:
     """Return the call that a step with token ids records."""
-    metrics, extra = step["metrics"], _extra(step)
-    answer = list(metrics["completion_token_ids"])
-    logprobs = metrics.get("logprobs") or [0.0] * len(answer)
-    completion = Completion(
-        token_ids=answer,
-        sampler_logprobs=list(logprobs),
-        behavior_logprobs=list(extra.get("behavior_logprobs", logprobs)),
-        policy_versions=list(extra.get("policy_versions", [-1] * len(answer))),
-        finish_reason=extra.get("finish_reason", "stop"),
-        supports=list(extra.get("supports", ())),
-    )
-    for name, values in (("logprobs", logprobs), ("extra", completion.policy_versions), ("extra", completion.supports)):
-        if len(values) not in (0, len(answer)):
+    answer = metrics.completion_token_ids or []
+    logprobs = metrics.logprobs or [0.0] * len(answer)
+    given = {
+        "logprobs": logprobs,
+        "extra.behavior_logprobs": extra.behavior_logprobs or logprobs,
+        "extra.policy_versions": extra.policy_versions or [-1] * len(answer),
+        "extra.supports": extra.supports or [""] * len(answer),
+    }
+    for name, values in given.items():
+        if len(values) != len(answer):
             raise ValueError(
-                f"step {step.get('step_id')} has {len(answer)} completion_token_ids, but {len(values)} values in {name}"
+                f"{place}.metrics.{name}: {len(values)} values for {len(answer)} completion_token_ids; wanted one each"
             )
-    prompt, temperature = Prompt("", tuple(metrics["prompt_token_ids"])), extra.get("temperature", 1.0)
+    sampled, drawn, versions, supports = given.values()
+    reason = extra.finish_reason or "stop"
+    completion = Completion(answer, sampled, drawn, versions, reason, supports=supports if extra.supports else [])
+    prompt, temperature = Prompt("", tuple(metrics.prompt_token_ids or ())), extra.temperature
     return Call(
-        extra.get("turn", index), extra.get("llm") or model or "", (), prompt, Reply("", completion), temperature
+        index if extra.turn is None else extra.turn,
+        extra.llm or model or "",
+        (),
+        prompt,
+        Reply("", completion),
+        1.0 if temperature is None else temperature,
     )
 
 
-def _messages(part: Json) -> list[Json]:
+def _messages(part: _Document) -> list[Json]:
     """Return the steps as messages up to the last answer; an answer of no model has the weight 0."""
     messages: list[Json] = []
-    for number, step in enumerate(part["steps"]):
-        place = f"steps[{number}]"
-        message: Json = {"role": SOURCES[step["source"]], "content": _text(step.get("message"), place)}
-        if step["source"] == "agent":
-            calls = step.get("tool_calls") or ()
-            message |= {"weight": 0} if _is_context(step) else {}
-            message |= {"tool_calls": [_as_call(call) for call in calls]} if calls else {}
+    for number, step in enumerate(part.steps):
+        place = f"steps.{number}"
+        message: Json = {"role": SOURCES[step.source], "content": _text(step.message, f"{place}.message")}
+        if step.source == "agent":
+            message |= {} if step.is_own else {"weight": 0}
+            message |= {"tool_calls": [_as_call(call) for call in step.tool_calls]} if step.tool_calls else {}
         messages.append(message)
-        for result in (step.get("observation") or {}).get("results", ()):
-            text, call = _text(result.get("content") or "", place), result.get("source_call_id")
-            if call is not None:
-                messages.append({"role": "tool", "tool_call_id": call, "content": text})
+        for result in (step.observation and step.observation.results) or ():
+            text = _text(result.content or "", f"{place}.observation")
+            if result.source_call_id is not None:
+                messages.append({"role": "tool", "tool_call_id": result.source_call_id, "content": text})
             elif text:
                 messages.append({"role": "user", "content": text})
     joined: list[Json] = []
@@ -328,16 +383,19 @@ def _messages(part: Json) -> list[Json]:
     return joined
 
 
-def _as_call(call: Json) -> Json:
-    arguments = (call.get("extra") or {}).get("arguments", call["arguments"])
-    function = {"name": call["function_name"], "arguments": arguments}
-    return {"id": call["tool_call_id"], "type": "function", "function": function}
+def _as_call(call: _ToolCall) -> Json:
+    arguments = (call.extra or {}).get("arguments", call.arguments)
+    function = {"name": call.function_name, "arguments": arguments}
+    return {"id": call.tool_call_id, "type": "function", "function": function}
 
 
-def _text(message: Any, place: str) -> str:
+def _text(message: Message, place: str) -> str:
     """Return the text of a message, of which each part must be one."""
     if isinstance(message, str):
         return message
-    if not isinstance(message, list) or not all(isinstance(each, dict) and "text" in each for each in message):
-        raise ValueError(f"{place} has a message that is no text: images and sounds cannot be trained on")
-    return "".join(each["text"] for each in message)
+    for index, part in enumerate(message):
+        if not isinstance(part.get("text"), str):
+            raise ValueError(
+                f"{place}.{index} is {part!r:.80}; wanted a text, as images and sounds cannot be trained on"
+            )
+    return "".join(part["text"] for part in message)

@@ -26,8 +26,10 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
 
     async def main() -> None:
         if parsed.atif:
+            if parsed.merge or parsed.dtype is not None:
+                raise ConfigError(["--atif writes episodes, and no weights: leave out --merge and --dtype"])
             return export_episodes(parsed.source, parsed.folder)
-        export(parsed.source, parsed.folder, parsed.dtype, merge=parsed.merge)
+        export(parsed.source, parsed.folder, parsed.dtype or "float32", merge=parsed.merge)
 
     return run_main(main, title="export")
 

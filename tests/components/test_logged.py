@@ -27,7 +27,8 @@ def make_builder(rows, max_tokens=64, **fields):
     """Return a builder with rows."""
     tokenizer = load_tokenizer()
     template = ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
-    made = LoggedTrajectoryBuilder(LoggedTrajectoryBuilderConfig(llm="policy", **fields), template, max_tokens)
+    config = LoggedTrajectoryBuilderConfig(llm="policy", **fields)
+    made = LoggedTrajectoryBuilder(config, template, max_tokens, vocabulary=300)
     items = [jaxft.EvalInputItem(id=str(index), full_dataset_entry=row) for index, row in enumerate(rows)]
     asyncio.run(made.bind_evaluation(None, items))
     return made
@@ -41,6 +42,18 @@ def collect(builder, ids=None):
         return await builder.finalize("run")
 
     return asyncio.run(collected())
+
+
+def test_recorded_ids_are_those_of_the_model():
+    known = {"behavior_logprobs": [0, 0], "temperatures": [1, 1], "policy_versions": [0, 0]}
+    sequence = {"tokens": [1, 300], "completion_mask": [False, True], "sampler_logprobs": [0, -1]} | known
+    row = {"messages": [{"role": "user", "content": "?"}], "token_sequences": [sequence]}
+    for wrong in (300, -3):
+        sequence["tokens"][1] = wrong
+        with pytest.raises(DatasetError, match=rf"row '0' has the token id {wrong}, and the model 300 ids"):
+            make_builder([row])
+    sequence["tokens"][1] = 299
+    assert collect(make_builder([row])).trajectories[0][0].sequences[0].tokens == [1, 299]
 
 
 @pytest.fixture(scope="module")

@@ -138,29 +138,55 @@ def test_trajectories_without_ids_are_conversations_of_their_own(tmp_path):
     assert other["messages"] == [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "ls"}]
 
 
+def answered(**metrics):
+    return {"steps": [ASKED, ANSWER | {"metrics": IDS | metrics}]}
+
+
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ({"schema_version": "2"}, "schema_version is '2'; wanted ATIF-v1.0 to ATIF-v1.8"),
-        ({}, "steps is None; wanted a list"),
-        ({"steps": [ASKED, {"source": "robot"}]}, r"steps\[1\] is .*robot.*; wanted an object whose source is"),
+        ({"schema_version": "2"}, "schema_version: String should match pattern .*; holds '2'"),
+        ({}, "steps: Field required"),
+        ({"steps": []}, r"steps: List should have at least 1 item .*; holds \[\]"),
+        ({"steps": [ASKED]}, "steps: no model has answered"),
+        ({"steps": [ASKED, {"source": "robot", "message": ""}]}, r"steps\.1\.source: .*; holds 'robot'"),
+        ({"steps": [{"source": "user", "message": None}]}, r"steps\.0\.message.*; holds None"),
+        ({"steps": [{"source": "user", "message": [{"type": "image"}]}, ANSWER]}, r"steps\.0\.message\.0 is .*image"),
+        ({"steps": [ANSWER | {"tool_calls": "x"}]}, r"steps\.0\.tool_calls: .* list; holds 'x'"),
         (
-            {"steps": [{"source": "user", "message": [{"type": "image"}]}, ANSWER]},
-            r"steps\[0\] has a message that is no",
+            {"steps": [ANSWER | {"tool_calls": [{"tool_call_id": "a"}]}]},
+            r"tool_calls\.0\.function_name: Field required",
         ),
-        (
-            {
-                "steps": [
-                    ANSWER | {"metrics": {"prompt_token_ids": [1], "completion_token_ids": [2], "logprobs": [0, 0]}}
-                ]
-            },
-            "has 1 completion_token_ids, but 2 values in logprobs",
-        ),
+        ({"steps": [ANSWER | {"observation": {"results": ["a.txt"]}}]}, r"observation\.results\.0: .*; holds 'a.txt'"),
+        ({"steps": [ANSWER], "subagent_trajectories": [1]}, r"subagent_trajectories\.0: .*; holds 1"),
+        (answered(completion_token_ids=3), r"completion_token_ids: .* list; holds 3"),
+        (answered(completion_token_ids=[-3]), r"completion_token_ids\.0: .* greater than or equal to 0; holds -3"),
+        (answered(completion_token_ids=[2.0]), r"completion_token_ids\.0: .* integer; holds 2.0"),
+        (answered(logprobs=[0.5]), r"logprobs\.0: .* less than or equal to .*; holds 0.5"),
+        (answered(logprobs=[0, 0]), r"steps\.1\.metrics\.logprobs: 2 values for 1 completion_token_ids"),
+        (answered(extra={"behavior_logprobs": [0, 0]}), r"extra\.behavior_logprobs: 2 values for 1"),
+        (answered(extra={"policy_versions": 3}), r"extra\.policy_versions: .* list; holds 3"),
+        (answered(extra={"turn": -1}), r"extra\.turn: .* greater than or equal to 0; holds -1"),
+        (answered(extra={"temperature": -1}), r"extra\.temperature: .* greater than or equal to 0; holds -1"),
     ],
 )
-def test_what_is_no_trajectory_is_refused(tmp_path, document, said):
-    with pytest.raises(DatasetError, match=rf"trajectories\.jsonl:1: .*{said}"):
+def test_what_is_no_trajectory_is_refused_in_one_line(tmp_path, document, said):
+    with pytest.raises(DatasetError, match=rf"^\S*trajectories\.jsonl:1: [^\n]*{said}[^\n]*$"):
         written(tmp_path, document)
+
+
+def test_what_may_be_null_or_missing_changes_nothing(tmp_path):
+    bare = {"steps": [ASKED, ANSWER | {"metrics": {"extra": None}, "observation": {"results": None}}]}
+    (row,) = written(tmp_path, bare | {"extra": None, "subagent_trajectories": None})
+    assert [each["role"] for each in row["messages"]] == ["user", "assistant"] and row["reward"] is None
+    (row,) = written(tmp_path, answered(logprobs=None, extra={"supports": None, "behavior_logprobs": None}))
+    assert row["token_sequences"][0]["tokens"] == [1, 2]
+
+
+def test_options_for_weights_do_not_fit_episodes(tmp_path, capsys):
+    for option in (["--merge"], ["--dtype", "float32"]):
+        assert main(["export", str(tmp_path), str(tmp_path / "out"), "--atif", *option]) == 2
+        assert "leave out --merge and --dtype" in capsys.readouterr().err
 
 
 @pytest.mark.slow
