@@ -223,9 +223,9 @@ class _MetricsExtra(BaseModel):
     policy_versions: list[int] | None = None
     behavior_logprobs: LogProbs | None = None
     supports: list[str] | None = None
-    turn: int | None = Field(None, ge=0)
-    row: int | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
+    turn: int | None = Field(default=None, ge=0)
+    row: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     finish_reason: str | None = None
     llm: str | None = None
 
@@ -331,20 +331,25 @@ def _call(metrics: _Metrics, extra: _MetricsExtra, model: str | None, index: int
     """Return the call that a step with token ids records."""
     answer = metrics.completion_token_ids or []
     logprobs = metrics.logprobs or [0.0] * len(answer)
-    given = {
-        "logprobs": logprobs,
-        "extra.behavior_logprobs": extra.behavior_logprobs or logprobs,
-        "extra.policy_versions": extra.policy_versions or [-1] * len(answer),
-        "extra.supports": extra.supports or [""] * len(answer),
+    completion = Completion(
+        token_ids=answer,
+        sampler_logprobs=logprobs,
+        behavior_logprobs=extra.behavior_logprobs or logprobs,
+        policy_versions=extra.policy_versions or [-1] * len(answer),
+        finish_reason=extra.finish_reason or "stop",
+        supports=extra.supports or [],
+    )
+    lengths = {
+        "logprobs": len(logprobs),
+        "extra.behavior_logprobs": len(completion.behavior_logprobs),
+        "extra.policy_versions": len(completion.policy_versions),
+        "extra.supports": len(completion.supports) or len(answer),
     }
-    for name, values in given.items():
-        if len(values) != len(answer):
+    for name, length in lengths.items():
+        if length != len(answer):
             raise ValueError(
-                f"{place}.metrics.{name}: {len(values)} values for {len(answer)} completion_token_ids; wanted one each"
+                f"{place}.metrics.{name}: {length} values for {len(answer)} completion_token_ids; wanted one each"
             )
-    sampled, drawn, versions, supports = given.values()
-    reason = extra.finish_reason or "stop"
-    completion = Completion(answer, sampled, drawn, versions, reason, supports=supports if extra.supports else [])
     prompt, temperature = Prompt("", tuple(metrics.prompt_token_ids or ())), extra.temperature
     return Call(
         index if extra.turn is None else extra.turn,
