@@ -25,11 +25,11 @@ from jaxft.harness.registry import ComponentConfig
 from jaxft.models.config import DecoderConfig, LoraSpec
 from jaxft.models.decoder import Remat, decoder, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
-from jaxft.models.flash import Choice, layer_kernels
+from jaxft.models.flash import Choice, layer_kernels, reason_not_to_pack
 from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
-from jaxft.training.learner import Learner, choose_microbatch_tokens, reason_not_to_pack
+from jaxft.training.learner import Learner, choose_microbatch_tokens
 from jaxft.training.memory import disk_bytes, sampling_bytes, training_bytes
 
 

@@ -144,10 +144,17 @@ def layer_kernels(
     }
 
 
-def segment_limit(devices: Sequence[Any]) -> int | None:
-    """Return the most segments of a packed row, padding included, that kernels of devices take; None for any number."""
+def reason_not_to_pack(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> str:
+    """Return why no kernel takes packed rows of some layers, where one takes rows of one sequence; else nothing."""
+    alone, packed = (layer_kernels(config, dtype, devices, has_segments=each) for each in (False, True))
+    lost = (scores for scores in alone if alone[scores].kernel != "xla" and packed[scores].kernel == "xla")
+    return next((packed[scores].reason for scores in lost), "")
+
+
+def most_sequences(devices: Sequence[Any]) -> int | None:
+    """Return the most sequences that kernels of devices take in a packed row; None for any number."""
     is_limited = {device.platform for device in devices} == {"gpu"} and jax.__version_info__ >= PACKED_SINCE
-    return MOST_SEGMENTS if is_limited else None
+    return MOST_SEGMENTS - 1 if is_limited else None  # and the padding
 
 
 def announce(choice: Choice, dtype: Any, head_dim: int, scores: Scores, device: Any, has_segments: bool) -> None:

@@ -71,7 +71,8 @@ class UpdateBytes(NamedTuple):
             layer on.
         head: the head, gathered or cast, in the dtype of products; until its backward pass ends.
         head_gradient: sums of the head's gradient, not sharded: in float32, but in the dtype of products if there is
-            only one chunk; a fused head has them twice, in slices and joined.
+            only one chunk; a fused head has them twice on GPUs, in slices and joined, and on TPUs in the place of
+            exponentials that are no longer needed.
         exchanged: the head's gradient in the dtype of products, sharded; from the backward pass of the layers on.
         embedding_gradient: float32 sums of the embedding's gradient, not sharded.
         chunk: logits of one chunk in float32, their gradient in the dtype of products, and the hidden state of all
@@ -192,7 +193,9 @@ def update_bytes(
     chunk = -(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden
     if is_fused:
         chunk = scored * (config.vocab_size * itemsize + 3 * config.hidden_size * FLOAT32)
-    of_head = 2 * FLOAT32 if is_fused else FLOAT32 if chunks > 1 else itemsize
+    of_head = FLOAT32 if chunks > 1 else itemsize
+    if is_fused:
+        of_head = 2 * FLOAT32 if platform == "gpu" else 0
     everything = (_unrolled if platform == "gpu" else _everything)(activations, repeats_heads, config)
     of_layer = block_weights(config) // tensor * itemsize
     if platform == "gpu":  # gathered weights are kept, and the result of up without its adapter beside the sum

@@ -21,7 +21,7 @@ from jaxft.core.types import Batch, Model, Params
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import Remat
-from jaxft.models.flash import layer_kernels, segment_limit
+from jaxft.models.flash import most_sequences, reason_not_to_pack
 from jaxft.models.segment_probe import check_segments
 from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights
@@ -64,13 +64,6 @@ def choose_packing(model: Model, params: Params, wanted: bool | None) -> bool:
         if reason:
             logger.info("rows hold one sequence each: %s", reason)
     return wanted is not False and can_pack(model, params)
-
-
-def reason_not_to_pack(config: DecoderConfig, dtype: Any, devices: Sequence[Any]) -> str:
-    """Return why no kernel takes packed rows of some layers, where one takes rows of one sequence; else nothing."""
-    alone, packed = (layer_kernels(config, dtype, devices, has_segments=each) for each in (False, True))
-    lost = (scores for scores in alone if alone[scores].kernel != "xla" and packed[scores].kernel == "xla")
-    return next((packed[scores].reason for scores in lost), "")
 
 
 def can_pack(model: Model, params: Params) -> bool:
@@ -405,9 +398,8 @@ class Learner:
         """Return the planner of a job's batch; `_packing` must have been chosen."""
         pairs, sharding = self.loss.name == "dpo", self.model.sharding
         row_shards = 1 if sharding is None else sharding.row_shards
-        limit = segment_limit(compute_devices(sharding))
-        most = None if limit is None else limit - 1  # and the padding
-        return BatchPlanner(self.microbatch_tokens, bool(self._packing) and not pairs, pairs, row_shards, most)
+        packed, most = bool(self._packing) and not pairs, most_sequences(compute_devices(sharding))
+        return BatchPlanner(self.microbatch_tokens, packed, pairs, row_shards, most)
 
     def _kept_planner(self) -> BatchPlanner:
         """Return the planner of rows that are scored for their entropies alone."""
