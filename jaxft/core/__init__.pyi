@@ -1,6 +1,7 @@
 """The public names of `jaxft.core`, each imported when it is first used; the outbuildings use no others."""
 
 from .fused_head import (
+    SLICE_LOGITS as SLICE_LOGITS,
     takes_fused_head as takes_fused_head,
 )
 from .logprobs import (

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft import DecoderConfig, LoraSpec, Sharding
-from jaxft.core import ADAPTER, BASE, default_chunk_tokens, device_bytes, takes_fused_head
+from jaxft.core import ADAPTER, BASE, SLICE_LOGITS, default_chunk_tokens, device_bytes, takes_fused_head
 from jaxft.models import MOST_SEGMENTS, Kernel, Remat, block_weights, head_weights, layer_runs, parameter_shapes
 from jaxft.rollout import prefill_programs
 
@@ -193,6 +193,8 @@ def update_bytes(
     chunk = -(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden
     if is_fused:
         chunk = scored * (config.vocab_size * itemsize + 3 * config.hidden_size * FLOAT32)
+        if platform == "gpu" and not has_gradient:  # else the slices of the head's gradient are larger
+            chunk += min(scored * config.vocab_size, SLICE_LOGITS) * FLOAT32
     of_head = FLOAT32 if chunks > 1 else itemsize
     if is_fused:
         of_head = 2 * FLOAT32 if platform == "gpu" else 0

@@ -29,9 +29,6 @@ from published import CONFIGS, published
 CASES = json.loads((Path(__file__).parent / "data" / "compiled_updates.json").read_text())
 GRADIENTS = [name for name, case in CASES.items() if case["program"] == "gradient"]
 
-FRAGMENTED = "h100_06_8_lora_none"
-"""Arrays at its peak have 11.6 of the 12.8 GB."""
-
 RECOMPUTED_BY_XLA = {"h100_8b_lora_dots", "h100x8_8b_dots"}
 """Programs in which XLA for GPUs found memory short and computed products a second time on its own account."""
 
@@ -98,11 +95,7 @@ def test_temporaries_of_updates_are_within_a_quarter_of_the_compilers(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name in GRADIENTS
-        if CASES[name].get("is_fused") and name != FRAGMENTED and CASES[name]["target"].endswith("x1")
-    ],
+    [name for name in GRADIENTS if CASES[name].get("is_fused") and CASES[name]["target"].endswith("x1")],
 )
 def test_temporaries_of_unrolled_layers_and_a_fused_head_are_within_a_twentieth_of_the_compilers(name):
     """On one device; a fused head on a mesh is estimated up to 17 % too large."""
