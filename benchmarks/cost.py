@@ -60,7 +60,7 @@ REACHED = {
     "v5e": Reached(0.75e12, 180e12, 80e12, 0.0),
     "v6e": Reached(1.4e12, 780e12, 300e12, 0.0),
 }
-"""Those of the H100 were measured; the others are in proportion to the makers' figures."""
+"""Rates of an H100 were measured; those of other chips follow from the makers' figures, in proportion."""
 
 MOVES_CALIBRATED = 1.29
 """Time of launches that only move memory, on an H100, over their time by the model."""

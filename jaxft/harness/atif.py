@@ -275,7 +275,7 @@ class _Agent(BaseModel):
 
 
 class _Document(BaseModel):
-    """What is read of a trajectory; a document has much else."""
+    """The fields of a trajectory that are read; a document may have any others."""
 
     schema_version: str = Field(pattern=r"^ATIF-v1\.[0-8]$")
     agent: _Agent = _Agent()

@@ -231,7 +231,7 @@ def score(
         output: Array = block_binder(config, net.lora)(net.gather(layer))(x, kind, context, None)[0]
         return output
 
-    x = scan_layers(compute_layer, net.remat, config.kinds, x, params["layers"], compute_platform(sharding))
+    x = apply_layers(compute_layer, net.remat, config.kinds, x, params["layers"], compute_platform(sharding))
     output: Array = norm_binder(config)(norm)(x, in_halves=context.in_halves)
     return output
 
@@ -354,7 +354,7 @@ def layer_runs(kinds: tuple[LayerKind, ...]) -> list[LayerRun]:
 
 
 @jax.named_scope("layers")  # which `benchmarks/cost.py` reads
-def scan_layers(
+def apply_layers(
     compute: Callable[[LayerKind, Array, Params], Array],
     remat: Remat,
     kinds: tuple[LayerKind, ...],
@@ -425,7 +425,7 @@ def unroll_layers(
     flat: dict[Any, Array],
     frozen: set[Any],
 ) -> Float[Array, "B T D"]:
-    """Return what `scan_layers` does, without a loop, and for `none` without a checkpoint: XLA keeps what it reads.
+    """Return what `apply_layers` does, without a loop, and for `none` without a checkpoint: XLA keeps what it reads.
 
     XLA for GPUs copies what a scan keeps into stacks of all layers, and begins with zeros there.
     """

@@ -80,7 +80,7 @@ def test_values_and_gradients_are_those_of_a_softmax(dtype, bound):
 
 
 def test_an_almost_certain_token_keeps_its_digits():
-    """Of exponentials relative to the largest, only 1 would be left, and no gradient."""
+    """Exponentials relative to the largest logit would round to a single 1, without a gradient."""
     sure, tokens = HIDDEN.copy(), CHOSEN.copy()
     tokens[3] = np.linalg.norm(HEAD, axis=1).argmax()
     sure[3] = HEAD[tokens[3]] * 2

@@ -22,7 +22,7 @@ from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import HeadRows, Scores, attend
 from jaxft.models.block import make_context
 from jaxft.models.config import PRESETS, LayerKind, model_preset
-from jaxft.models.decoder import decoder, layer_runs, scan_layers
+from jaxft.models.decoder import decoder, layer_runs, apply_layers
 from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
 from tests.models.weights import narrowed, random_params
 
@@ -365,7 +365,7 @@ def test_layers_in_turns_are_the_same_as_one_by_one(has_adapters, platform, rema
         return x * (1 + 0.1 * y) + (kind.window or 7)
 
     def in_runs(x, layers):
-        return scan_layers(compute, remat, MIXED.kinds, x, layers, platform).sum()
+        return apply_layers(compute, remat, MIXED.kinds, x, layers, platform).sum()
 
     def one_by_one(x, layers):
         for i, kind in enumerate(MIXED.kinds):
