@@ -22,7 +22,7 @@ from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import HeadRows, Scores, attend
 from jaxft.models.block import make_context
 from jaxft.models.config import PRESETS, LayerKind, model_preset
-from jaxft.models.decoder import decoder, layer_runs, apply_layers
+from jaxft.models.decoder import apply_layers, decoder, layer_runs
 from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
 from tests.models.weights import narrowed, random_params
 
