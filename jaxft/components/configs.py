@@ -98,12 +98,12 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         description="Type of products, activations, keys and values, and of the weights to sample with. auto: bfloat16 "
         "on GPUs and TPUs, that of the parameters on CPUs. null: that of the parameters.",
     )
-    remat: Literal["auto", "none", "dots", "projections", "attention", "full"] = Field(
+    remat: Literal["auto", "none", "dots", "projections", "attention", "full", "least"] = Field(
         default="auto",
         description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
         "products with weights and attention. projections: all but attention and its projections. attention: all but "
-        "attention. full: whole layers. auto: the first of these, on TPUs from dots on, whose compiled update fits the "
-        "device's memory; dots on CPUs.",
+        "attention. full: whole layers. least: also logits, layer after layer in a loop. auto: the first of these, on "
+        "TPUs from dots on, whose compiled update fits the device's memory; dots on CPUs.",
     )
     mesh: MeshConfig | None = Field(
         default=None, description="Devices that share the model, rows and requests; null: the first device."

@@ -91,10 +91,11 @@ def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Par
     return shapes
 
 
-Remat = Literal["none", "dots", "projections", "attention", "full"]
+Remat = Literal["none", "dots", "projections", "attention", "full", "least"]
 """Checkpoint policies (arXiv 1604.06174), the fastest first: recompute nothing, all but products with weights and
 attention kernels, all but attention kernels and their projections, all but attention kernels, or whole layers. From
-`dots` on, attention of the reference is recomputed."""
+`dots` on, attention of the reference is recomputed. `least` is `full` without what takes memory to be fast: layers are
+scanned on GPUs too, and no head is fused."""
 
 REMATS: tuple[Remat, ...] = get_args(Remat)
 
@@ -102,7 +103,8 @@ REMATS: tuple[Remat, ...] = get_args(Remat)
 def auto_remats(platform: str) -> tuple[Remat, ...]:
     """Return the policies to choose from on devices of a platform, the fastest first.
 
-    `none` is among them on GPUs only, whose layers are unrolled. A scan writes and reads all that it saves.
+    `none` is among them on GPUs only, whose layers are unrolled with all but `least`. A scan writes and reads all that
+    it saves.
     """
     return REMATS if platform == "gpu" else REMATS[1:]
 
@@ -119,6 +121,7 @@ SAVEABLE = {
     "projections": _saves(PROJECTED),
     "attention": saves_kernels,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "least": jax.checkpoint_policies.nothing_saveable,
 }
 
 
@@ -184,7 +187,7 @@ def _model(net: Network) -> Model:
         sharding=net.sharding,
         lora=net.lora,
         head=partial(head, net),
-        logit_scale=net.config.logit_scale if net.config.logit_soft_cap is None else None,
+        logit_scale=net.config.logit_scale if net.config.logit_soft_cap is None and net.remat != "least" else None,
         with_remat=lambda remat: _model(net._replace(remat=remat)),
     )
 
@@ -362,7 +365,9 @@ def apply_layers(
     layers: Params,
     platform: str,
 ) -> Float[Array, "B T D"]:
-    """Return the residual stream after all layers, whose parameters are stacked on axis 0; on GPUs without a loop.
+    """Return the residual stream after all layers, whose parameters are stacked on axis 0.
+
+    GPUs have no loop over layers unless `remat` is `least`.
 
     Args:
         compute: computes a layer.
@@ -374,7 +379,7 @@ def apply_layers(
     """
     flat = flatten_dict(layers)
     frozen = {path for path in flat if path[-1] not in LORA_NAMES} if has_adapters(layers) else set()
-    if platform == "gpu":
+    if platform == "gpu" and remat != "least":
         return unroll_layers(compute, remat, kinds, x, flat, frozen)
     runs, whole, parts = layer_runs(kinds), dict[Any, Array](), [flat]
     if len(runs) > 1:

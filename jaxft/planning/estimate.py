@@ -57,8 +57,8 @@ class Activations(NamedTuple):
         attention = full + self.queries + self.normalizers  # and the results of the kernel
         projections = attention + self.queries + 2 * self.keys + self.hidden  # and of the projections around it
         dots = projections + 2 * self.wide  # and gate and up; no gradient needs the result of down
-        kept = {"none": everything, "dots": dots, "projections": projections, "attention": attention, "full": full}
-        return kept[remat]
+        kept = {"none": everything, "dots": dots, "projections": projections, "attention": attention}
+        return kept.get(remat, full)
 
 
 class UpdateBytes(NamedTuple):
@@ -187,7 +187,8 @@ def update_bytes(
     of_base, of_adapter = (_sharded_bytes(sharding, {"layers": tree["layers"]}, dtype) for tree in (base, adapter))
     vocabulary = head_weights(config)
     scored = -(-(rows // row_shards) * (tokens - 1) // tensor)
-    scale = config.logit_scale if is_scored_alone and config.logit_soft_cap is None else None
+    is_unrolled = platform == "gpu" and remat != "least"
+    scale = config.logit_scale if is_scored_alone and config.logit_soft_cap is None and remat != "least" else None
     is_fused = takes_fused_head(platform, scored, config.vocab_size, dtype, scale)
     chunks = -(-scored // default_chunk_tokens(config.vocab_size, scored, platform, is_partial=False))
     chunk = -(-scored // chunks) * config.vocab_size * (FLOAT32 + itemsize) + 2 * activations.hidden
@@ -203,7 +204,7 @@ def update_bytes(
     if platform == "gpu":  # gathered weights are kept, and the result of up without its adapter beside the sum
         everything += (of_layer if is_gathered else 0) + (0 if has_gradient else activations.wide)
     kept = activations.kept(remat, everything)
-    of_turn = 0 if platform == "gpu" else max(len(run.kinds) for run in layer_runs(config.kinds)) * kept
+    of_turn = 0 if is_unrolled else max(len(run.kinds) for run in layer_runs(config.kinds)) * kept
     return UpdateBytes(
         kept=config.num_layers * kept,
         weights=(of_base if is_cast else 0) + of_adapter,
@@ -218,7 +219,7 @@ def update_bytes(
         layer=_recomputed_bytes(activations, repeats_heads, config) + 3 * activations.wide + 2 * activations.hidden,
         layer_weights=of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
-        is_unrolled=platform == "gpu",
+        is_unrolled=is_unrolled,
         workspace=0 if segments == 1 else segments * activations.queries // itemsize * of_sums,
     )
 

@@ -16,14 +16,14 @@ def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) ->
 
     The forward pass has two products, the backward pass five: scores and gradient of weights, queries, keys and values.
     Segments of packed rows count as one, since most kernels skip only tiles that are above the diagonal; cuDNN computes
-    each segment alone, and has fewer. With remat `full` the forward pass runs twice.
+    each segment alone, and has fewer. With remat `full` or `least` the forward pass runs twice.
 
     >>> from jaxft.models.config import model_preset
     >>> m60 = model_preset("qwen3-58m")
     >>> kernel_flops(m60, rows=1, tokens=1, remat="dots") == 8 * 7 * 2 * 8 * 64
     True
     """
-    products = (2 + 2 + 5) if remat == "full" else (2 + 5)
+    products = (2 + 2 + 5) if remat in ("full", "least") else (2 + 5)
     return rows * products * attention_flops(config, tokens_seen(config.kinds, 1, tokens)) // 2
 
 

@@ -416,8 +416,8 @@ def advice(made: Plan, run: PlannedRun) -> list[str]:
     if is_update and not made.is_smallest:
         worth, tokens = made.memory["update"] / 2 / GIB, made.rows * made.width // 2
         found.append(f"lower trainer_adapters.<name>.microbatch_tokens to {tokens}, worth up to {worth:.2f} GiB")
-    if is_update and made.remat != "full":
-        found.append(f"set {llm}.remat to full, which costs up to a third of an update's time")
+    if is_update and made.remat != "least":
+        found.append(f"set {llm}.remat to least, which costs up to a third of an update's time")
     if made.memory["sampling"] > 0.1 * made.limit or not is_update:
         worth = made.memory["sampling"] / 2 / GIB
         now = policy.cache_tokens or policy.slots * policy.max_context_tokens

@@ -269,7 +269,7 @@ def remedy(engine: Engine, llm: str, microbatch_tokens: int, purpose: str | None
     if purpose is None:
         return f"{microbatch}, or llms.{llm}.{engine.sizes}"
     if purpose == "update":
-        return f"{microbatch}, or set llms.{llm}.remat to full"
+        return f"{microbatch}, or set llms.{llm}.remat to least"
     if purpose.removeprefix(SAMPLER).startswith("sampling"):
         return f"lower llms.{llm}.{engine.sizes}"
     return (

@@ -334,6 +334,15 @@ def test_pages_are_not_copied_on_tpus_that_have_all_heads(mesh, program):
     assert sum(figures.kernels.values()) >= 1
 
 
+def test_the_frugal_policy_scans_layers_of_gpus_and_has_no_exponentials_of_all_tokens():
+    full, least = (
+        compiled(ONE_GPU._replace(target="h100x1", rows=8, width=2048, packing=False, remat=remat))
+        for remat in ("full", "least")
+    )
+    assert any(launch.loops for launch in least[1].launches if is_in_layers(launch))
+    assert least[0].temporaries < 0.7 * full[0].temporaries
+
+
 @pytest.mark.parametrize("remat", ["none", "dots"])
 def test_layers_of_gpus_are_unrolled_and_move_little(remat):
     """Only sums of gradients are stacks of all layers; a layer moves at most 3.6 GB beside its products and kernels."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from jax.sharding import AbstractMesh
 
+from jaxft.core.logprobs import default_chunk_tokens
 from jaxft.core.sharding import AXES
 from jaxft.models.ceilings import head_weights, projection_shapes
 from jaxft.models.config import LoraSpec, model_preset
@@ -62,10 +63,10 @@ def update_flops(config, rows, tokens, remat, lora=None, is_fused=False):
     """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
 
     A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
-    pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention` and
-    `full` those of attention as well. The gradient of a norm of outputs needs the result of the last, which all but
-    `none` recompute; no other does. The logits are computed twice, but by a fused head once, with which layers of GPUs
-    are unrolled: then nothing computes the gradient of a frozen embedding.
+    pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention`,
+    `full` and `least` those of attention as well. The gradient of a norm of outputs needs the result of the last, which
+    all but `none` recompute; no other does. The logits are computed twice, but by a fused head once, with which layers
+    of GPUs are unrolled: then nothing computes the gradient of a frozen embedding.
     """
     shapes = projection_shapes(config)
     kept = {"dots": tuple(shapes), "projections": tuple(path for path in shapes if path.startswith("self_attn"))}
@@ -81,7 +82,11 @@ def update_flops(config, rows, tokens, remat, lora=None, is_fused=False):
             again += outputs if path in recomputed else 0
             of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
     head = 2 * ((3 if lora is not None else 4) - is_fused) * head_weights(config)
-    products = rows * tokens * config.num_layers * of_token + rows * (tokens - 1) * head
+    scored = rows * (tokens - 1)
+    if remat == "least":  # whole chunks, which older records have not
+        chunks = math.ceil(scored / default_chunk_tokens(config.vocab_size, scored, "gpu", is_partial=False))
+        scored = chunks * 64 * math.ceil(scored / chunks / 64)
+    products = rows * tokens * config.num_layers * of_token + scored * head
     if lora is not None and is_fused:
         inputs = ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj")
         products -= rows * tokens * sum(2 * math.prod(shapes[path]) for path in inputs)

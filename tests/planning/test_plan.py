@@ -298,7 +298,7 @@ def made_plan(**changes):
     made = Plan(
         target=find_target("v5e-8"),
         mesh=(1, 8, 1),
-        remat="full",
+        remat="least",
         kernel=Choice("splash"),
         memory=memory,
         disk={"checkpoint": 3 * gib, "export": gib},
@@ -352,7 +352,7 @@ def test_advice_begins_with_what_costs_least():
     assert "XLA_CLIENT_MEM_FRACTION=0.95" in gpu[1]
     smallest = " ".join(advice(small._replace(is_smallest=True), RUN_OF_V5E))
     assert "microbatch_tokens" not in smallest and "max_context_tokens (now 512)" in smallest
-    assert "remat to full" in " ".join(advice(small._replace(remat="dots"), RUN_OF_V5E))
+    assert "remat to least" in " ".join(advice(small._replace(remat="dots"), RUN_OF_V5E))
     rollout = advice(small._replace(memory=small.memory | {"sampling temporaries": 20 * 2**30}), RUN_OF_V5E)
     assert "rollout" in rollout[0] and "cache_tokens" in rollout[1] and "remat" not in " ".join(rollout)
 
@@ -372,7 +372,12 @@ LARGE = "llms.policy.cache_tokens=262144"
             0,
             ["attention (auto)", "4.000 GiB  update"],
         ),
-        ({"gradient": "RESOURCE_EXHAUSTED"}, [], 1, ["full (auto)", "gradient ", "update (estimated)", "does not fit"]),
+        (
+            {"gradient": "RESOURCE_EXHAUSTED"},
+            [],
+            1,
+            ["least (auto)", "gradient ", "update (estimated)", "does not fit"],
+        ),
         ({"prefill": "RESOURCE_EXHAUSTED"}, [], 1, ["does not fit", "prefill"]),
         ({"gradient": 2**33}, ["llms.policy.remat=dots"], 0, ["remat        dots\n"]),
         ({"step": "INTERNAL: no"}, [], 1, ["INTERNAL: no"]),
