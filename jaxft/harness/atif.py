@@ -1,4 +1,5 @@
-"""Episodes in ATIF, the Agent Trajectory Interchange Format of Harbor (its RFC 0001, version 1.8): written and read.
+"""Episodes in ATIF, the Agent Trajectory Interchange Format of Harbor (its RFC 0001): version 1.7 is written, as NeMo
+Agent Toolkit knows no later one, and any up to 1.8 is read.
 
 A document is an episode. Its steps are the conversation; an answer that a policy sampled has the token ids of prompt
 and answer and the log-probabilities in its `metrics`, of which the training rows are made again, token for token. What
@@ -30,7 +31,7 @@ from jaxft.rollout.messages import read_arguments
 from jaxft.rollout.sequences import TokenSequence, token_sequences
 from jaxft.runs.records import read_run
 
-VERSION = "ATIF-v1.8"
+VERSION = "ATIF-v1.7"
 SOURCES = {"system": "system", "user": "user", "agent": "assistant"}
 
 Json = dict[str, Any]
@@ -283,6 +284,14 @@ class _Document(BaseModel):
     subagent_trajectories: list["_Part"] | None = None
     extra: Json | None = None
 
+    @property
+    def turns(self) -> list[_Step]:
+        """The steps without a last one of no model, by which NeMo Agent Toolkit repeats what its workflow returned."""
+        last, before = self.steps[-1], self.steps[-2:-1]
+        named = (last.model_name, last.metrics, last.tool_calls, last.llm_call_count)
+        is_repeated = last.source == "agent" and any(each.is_own and each.model_name for each in before)
+        return self.steps[:-1] if is_repeated and not any(named) else self.steps
+
     def parts(self) -> "Iterator[_Document]":
         """Yield this trajectory and those of its subagents."""
         yield self
@@ -362,9 +371,9 @@ def _call(metrics: _Metrics, extra: _MetricsExtra, model: str | None, index: int
 
 
 def _messages(part: _Document) -> list[Json]:
-    """Return the steps as messages up to the last answer; an answer of no model has the weight 0."""
+    """Return the steps as messages up to the last answer of a model; an answer of none has the weight 0."""
     messages: list[Json] = []
-    for number, step in enumerate(part.steps):
+    for number, step in enumerate(part.turns):
         place = f"steps.{number}"
         message: Json = {"role": SOURCES[step.source], "content": _text(step.message, f"{place}.message")}
         if step.source == "agent":
@@ -383,7 +392,7 @@ def _messages(part: _Document) -> list[Json]:
             joined[-1] = {"role": "user", "content": f"{joined[-1]['content']}\n\n{message['content']}"}
         else:
             joined.append(message)
-    while joined and joined[-1]["role"] != "assistant":
+    while joined and (joined[-1]["role"] != "assistant" or "weight" in joined[-1]):
         joined.pop()
     return joined
 

@@ -1,9 +1,9 @@
 """Episodes are written as ATIF and read again: every row is the same, and every document is one of the format."""
 
+import importlib
 import json
 import random
 
-import atif
 import pytest
 
 import jaxft
@@ -23,6 +23,7 @@ CONFIG = LoggedTrajectoryBuilderConfig(llm="policy")
 ANSWER = {"source": "agent", "message": "2"}
 IDS = {"prompt_token_ids": [1], "completion_token_ids": [2]}
 ASKED = {"source": "user", "message": "1 + 1?"}
+CALL = {"tool_call_id": "a", "function_name": "add", "arguments": {"x": 1}}
 
 
 def random_calls(rng, make_call):
@@ -39,11 +40,8 @@ def random_calls(rng, make_call):
         messages = (*messages, *begin, asked)
         prompt = [*ids, *(rng.randrange(100) for _ in range(rng.randint(1, 4)))]
         tokens = [rng.randrange(100) for _ in range(rng.randint(1, 5))]
-        given = {
-            "content": f"answer {index} \ud800".encode("utf-8", "replace").decode(),
-            "llm": llm,
-            "messages": messages,
-        }
+        said = b"answer \xc3(\xe2\x82" + rng.randbytes(4)  # no UTF-8, as of a token limit within a character
+        given = {"content": said.decode(errors="replace"), "llm": llm, "messages": messages}
         if rng.random() < 0.3:
             arguments = rng.choice(['{"item": "sofa"}', '{"item": '])
             given["tool_calls"] = (ToolCall(f"call{index:05d}", "price", arguments),)
@@ -78,23 +76,32 @@ def saved_episode(calls, reward, untargeted=()):
     return {"epoch": 2} | json.loads(trajectory.model_dump_json())
 
 
-def test_200_random_episodes_give_the_same_rows_and_are_valid(make_call, tmp_path):
-    rng, several = random.Random(0), 0
+@pytest.mark.parametrize(
+    "package",
+    [
+        "atif",
+        pytest.param("harbor.models.trajectories", marks=pytest.mark.atif),
+        pytest.param("nat.atif", marks=pytest.mark.nat),
+    ],
+)
+def test_200_random_episodes_give_the_same_rows_and_are_valid(make_call, tmp_path, package):
+    """Each document is read as it is, and as models that others have of the format write it."""
+    models, rng, several = importlib.import_module(package), random.Random(0), 0
     for _ in range(200):
         calls = random_calls(rng, make_call)
         untargeted = {call.index for call in calls[1:] if rng.random() < 0.2}
         saved = saved_episode(calls, rng.choice([0.25, None]), untargeted)
         document = json.loads(json.dumps(to_atif(saved, "run")))
-        atif.Trajectory.model_validate(document)
-        (tmp_path / "episode.json").write_text(json.dumps(document))
-        (row,) = read_atif(tmp_path / "episode.json")
-        item = jaxft.EvalInputItem(id="0", full_dataset_entry=row.fields)
-        read = read_item(item, None, CONFIG)
+        theirs = models.Trajectory.model_validate(document).model_dump_json(exclude_none=True)
+        (tmp_path / "episodes.jsonl").write_text(f"{json.dumps(document)}\n{theirs}\n")
         wanted = [TokenSequence.model_validate(each) for each in saved["sequences"]]
-        for mine, other in zip(wanted, read.sequences, strict=True):
-            assert mine.model_dump(include=EXACT) == other.model_dump(include=EXACT)
-            assert mine.supports == other.supports and other.is_logged and other.llm is None
-        assert read.row.reward == (saved["reward"] if saved["scorable"] else None)
+        for row in read_atif(tmp_path / "episodes.jsonl"):
+            item = jaxft.EvalInputItem(id="0", full_dataset_entry=row.fields)
+            read = read_item(item, None, CONFIG)
+            for mine, other in zip(wanted, read.sequences, strict=True):
+                assert mine.model_dump(include=EXACT) == other.model_dump(include=EXACT)
+                assert mine.supports == other.supports and other.is_logged and other.llm is None
+            assert read.row.reward == (saved["reward"] if saved["scorable"] else None)
         several += "subagent_trajectories" in document
     assert 20 < several < 180
 
@@ -123,9 +130,8 @@ def written(tmp_path, *documents):
 
 
 def test_trajectories_without_ids_are_conversations_of_their_own(tmp_path):
-    tool_call = {"tool_call_id": "a", "function_name": "add", "arguments": {"x": 1}}
     results = {"results": [{"source_call_id": "a", "content": "2"}]}
-    looks = {"source": "agent", "message": [{"type": "text", "text": "Adding."}], "tool_calls": [tool_call]}
+    looks = {"source": "agent", "message": [{"type": "text", "text": "Adding."}], "tool_calls": [CALL]}
     shown = {"source": "agent", "message": "as before", "is_copied_context": True}
     free = {"source": "agent", "message": "ls", "observation": {"results": [{"content": "a.txt"}]}}
     part = {"trajectory_id": "part", "steps": [ASKED, free]}
@@ -136,6 +142,20 @@ def test_trajectories_without_ids_are_conversations_of_their_own(tmp_path):
     assert whole["messages"][1]["weight"] == 0 and whole["messages"][3]["tool_calls"][0]["function"]["name"] == "add"
     assert whole["reward"] == other["reward"] == 0.5 and "token_sequences" not in whole
     assert other["messages"] == [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "ls"}]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        ANSWER,  # NeMo Agent Toolkit: what the workflow has returned
+        ANSWER | {"message": "two"},
+        {"source": "agent", "message": "", "llm_call_count": 0, "tool_calls": [CALL]},  # NeMo Relay: a subagent
+        ANSWER | {"is_copied_context": True},
+    ],
+)
+def test_a_last_step_of_no_model_is_no_answer(tmp_path, last):
+    (row,) = written(tmp_path, {"steps": [ASKED, ANSWER | {"model_name": "policy"}, last]})
+    assert row["messages"] == [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
 
 def answered(**metrics):
