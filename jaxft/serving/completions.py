@@ -114,7 +114,8 @@ class ChatCompletionRequest(CompletionFields, ChatFields):
     return_token_ids: bool | None = Field(
         None,
         description="The reply has `prompt_token_ids`, each choice `token_ids`, and its message both beside "
-        "`generation_log_probs`; with `logprobs`, entries have `token_id`, and the first one `prompt_token_ids`.",
+        "`generation_log_probs`; with `logprobs`, entries have `token_id`, and the first one `prompt_token_ids`; with "
+        "one choice, `usage` has `prompt_token_ids`, `completion_token_ids` and `logprobs`.",
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="As `return_token_ids`, and tokens in `logprobs` are written as `token_id:17`."
@@ -185,7 +186,7 @@ def _completion(
         **_head(asked, prefix, kind),
         "system_fingerprint": _fingerprint(*reply.choices),
         "choices": choices,
-        "usage": _usage(reply),
+        "usage": _usage(asked, reply),
     }
 
 
@@ -199,9 +200,14 @@ def _fingerprint(*choices: Reply) -> str:
     return f"policy_version_{'_'.join(map(str, versions))}"
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage(asked: CompletionFields, reply: Reply) -> dict[str, Any]:
+    """Return the counts of tokens, and in a chat with token ids and one choice the tokens, as `metrics` of ATIF."""
     prompt, sampled = count_tokens(reply)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    if not (isinstance(asked, ChatCompletionRequest) and asked.has_token_ids and len(reply.choices) == 1):
+        return counts
+    names = {"prompt_token_ids": reply.prompt_ids, "completion_token_ids": reply.token_ids, "logprobs": reply.logprobs}
+    return counts | names
 
 
 def _token_ids(asked: ChatCompletionRequest, choice: Reply) -> dict[str, Any]:
@@ -267,7 +273,7 @@ class ChunkWriter:
                 version = {"system_fingerprint": _fingerprint(answer)} if choice["finish_reason"] else {}
                 yield event({**self.head, "choices": [choice], **usage, **version})
         if self.asked.include_usage:
-            yield event({**self.head, "choices": [], "usage": _usage(piece)})
+            yield event({**self.head, "choices": [], "usage": _usage(self.asked, piece)})
         yield b"data: [DONE]\n\n"
 
     def error(self, error: APIError) -> bytes:

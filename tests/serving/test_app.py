@@ -98,12 +98,17 @@ def test_a_reply_can_be_trained_on_from_the_client(client):
         assert tuple(entry.token_id for entry in entries) == call.token_ids
         assert all(len(entry.top_logprobs) == 3 for entry in entries)
 
-    async def last_chunk():
-        return [chunk async for chunk in await ask(client, stream=True, extra_body=more)][-1]
+    async def last_chunks():
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        return [chunk async for chunk in await ask(client, extra_body=more, **options)][-2:]
 
-    choice = run(last_chunk(), make_episode()).choices[0]
-    assert tuple(choice.token_ids) == episode.calls[0].token_ids
-    assert tuple(choice.delta.generation_log_probs) == episode.calls[0].sampler_logprobs
+    end, last = run(last_chunks(), make_episode())
+    for ids, logprobs in (
+        (end.choices[0].token_ids, end.choices[0].delta.generation_log_probs),
+        (last.usage.completion_token_ids, last.usage.logprobs),
+    ):
+        assert tuple(ids) == episode.calls[0].token_ids
+        assert tuple(logprobs) == episode.calls[0].sampler_logprobs
 
 
 def test_other_apis_are_refused_with_a_way_out(client):

@@ -98,6 +98,19 @@ def test_token_ids_are_under_the_names_of_vllm_and_of_harnesses_and_beside_logpr
     assert named["choices"][0]["logprobs"]["content"][1]["token"] == "token_id:8"
 
 
+@pytest.mark.parametrize("field", ["return_token_ids", "return_tokens_as_token_ids"])
+def test_usage_has_the_tokens_of_one_answer_as_metrics_of_atif(field):
+    counts = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+    tokens = {"prompt_token_ids": [1, 2, 3], "completion_token_ids": [7, 8], "logprobs": [-0.5, -0.25]}
+    reply = dataclasses.replace(CHAT_REPLY, others=())
+    options = {"stream_options": {"include_usage": True}, field: True}
+    for asked, wanted in ((chat(**{field: True}), counts | tokens), (chat(), counts)):
+        assert json.loads(encode(chat_completion(asked, reply, TEXTS)))["usage"] == wanted
+    *_, last, _ = make_chat_writer(chat(stream=True, **options), TEXTS).events(reply)
+    assert json.loads(last[6:])["usage"] == counts | tokens
+    assert chat_completion(chat(**{field: True}), CHAT_REPLY, TEXTS)["usage"].keys() == counts.keys()  # two answers
+
+
 def test_token_ids_that_a_client_sends_back_are_left_out():
     message = chat_completion(chat(return_token_ids=True), CHAT_REPLY, TEXTS)["choices"][0]["message"]
     request = chat(messages=[*QUESTION, json.loads(encode(message))]).to_request()
