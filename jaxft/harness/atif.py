@@ -257,6 +257,7 @@ class _Observation(BaseModel):
 class _Step(BaseModel):
     source: Literal["system", "user", "agent"]
     message: Message
+    reasoning_content: str | None = None
     model_name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     observation: _Observation | None = None
@@ -378,6 +379,7 @@ def _messages(part: _Document) -> list[Json]:
         message: Json = {"role": SOURCES[step.source], "content": _text(step.message, f"{place}.message")}
         if step.source == "agent":
             message |= {} if step.is_own else {"weight": 0}
+            message |= {"reasoning_content": step.reasoning_content} if step.reasoning_content else {}
             message |= {"tool_calls": [_as_call(call) for call in step.tool_calls]} if step.tool_calls else {}
         messages.append(message)
         for result in (step.observation and step.observation.results) or ():

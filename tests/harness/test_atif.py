@@ -132,6 +132,7 @@ def written(tmp_path, *documents):
 def test_trajectories_without_ids_are_conversations_of_their_own(tmp_path):
     results = {"results": [{"source_call_id": "a", "content": "2"}]}
     looks = {"source": "agent", "message": [{"type": "text", "text": "Adding."}], "tool_calls": [CALL]}
+    looks |= {"reasoning_content": "hm"}
     shown = {"source": "agent", "message": "as before", "is_copied_context": True}
     free = {"source": "agent", "message": "ls", "observation": {"results": [{"content": "a.txt"}]}}
     part = {"trajectory_id": "part", "steps": [ASKED, free]}
@@ -140,6 +141,7 @@ def test_trajectories_without_ids_are_conversations_of_their_own(tmp_path):
     roles = [message["role"] for message in whole["messages"]]
     assert roles == ["user", "assistant", "user", "assistant", "tool", "assistant"]
     assert whole["messages"][1]["weight"] == 0 and whole["messages"][3]["tool_calls"][0]["function"]["name"] == "add"
+    assert [message.get("reasoning_content") for message in whole["messages"]] == [*[None] * 3, "hm", None, None]
     assert whole["reward"] == other["reward"] == 0.5 and "token_sequences" not in whole
     assert other["messages"] == [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "ls"}]
 
