@@ -3,7 +3,9 @@
     python experiments/compare_algorithms.py                # sums of two numbers
     python experiments/compare_algorithms.py --task doors   # a game of 20 turns with rewards in between
     python experiments/compare_algorithms.py --algorithms gspo ppo --seeds 2 --jobs 2
+    python experiments/compare_algorithms.py --algorithms dapo dppo_tv max_rl gmpo+pass_at_k
 
+A name is one of `ALGORITHMS`, a loss, advantages (of dapo), or LOSS+ADVANTAGES.
 Other options are those of the task's script, as `--jobs` here.
 
 All runs of a seed start from the same warm start. The table has the mean of the held-out score over the seeds, its
@@ -22,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxft.losses import PRESETS
 from jaxft.report.intervals import mean_interval
 
 HERE = Path(__file__).parent
@@ -37,7 +40,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "reinforce_pp": {"name": "reinforce", "advantages": "reinforce_pp"},
     "ppo": {"name": "ppo"},
 }
-"""Fields of `loss` that each algorithm sets."""
+"""Fields of `loss` that the algorithms of the default set."""
 
 
 class Task(NamedTuple):
@@ -58,11 +61,20 @@ UPDATES = 4
 """Updates of each collection."""
 
 
-def runs_of(task: str, folder: Path) -> dict[str, dict[str, Any]]:
+def loss_of(name: str) -> dict[str, Any]:
+    """Return the fields of `loss` that an algorithm sets."""
+    loss, _, advantages = name.partition("+")
+    if loss not in PRESETS:
+        loss, advantages = "dapo", name
+    return ALGORITHMS.get(name) or {"name": loss} | ({"advantages": advantages} if advantages else {})
+
+
+def runs_of(task: str, folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """Return the settings of each algorithm on a task; in a game with rewards for turns, two also have their sum."""
     runs = {}
     budget, examples, epochs = TASKS[task].budget, TASKS[task].examples, TASKS[task].epochs
-    for name, loss in ALGORITHMS.items():
+    for name in dict.fromkeys([*ALGORITHMS, *(name for name in names if not name.endswith("_outcome"))]):
+        loss = loss_of(name)
         if loss["name"] == "dr_grpo":
             loss = loss | {"max_completion_tokens": budget}
         split = UPDATES if loss["name"] == "reinforce" else 1
@@ -83,13 +95,13 @@ def main() -> int:
     """Trains with the chosen algorithms, prints a table and writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=list(TASKS), default="arithmetic", help="default %(default)s")
-    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="some of those of the task (default: all)")
+    parser.add_argument("--algorithms", nargs="+", metavar="NAME", help="default: all of ALGORITHMS")
     parser.add_argument("--seed", type=int, default=0, help="first seed (default %(default)s)")
     parser.add_argument("--seeds", type=int, default=5, help="runs of each algorithm (default %(default)s)")
     parser.add_argument("--output-dir", type=Path, help="default runs/compare_TASK")
     arguments, others = parser.parse_known_args()
     folder = arguments.output_dir or Path("runs", f"compare_{arguments.task}")
-    runs = runs_of(arguments.task, folder)
+    runs = runs_of(arguments.task, folder, arguments.algorithms or [])
     names = arguments.algorithms or list(runs)
     unknown = [name for name in names if name not in runs]
     if unknown:

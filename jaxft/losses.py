@@ -4,7 +4,6 @@ from jaxft.core.correction import sampler_correction as sampler_correction
 from jaxft.core.divergence import Teacher as Teacher
 from jaxft.core.divergence import divergence as divergence
 from jaxft.core.losses import PRESETS as PRESETS
-from jaxft.core.losses import clipped_surrogate as clipped_surrogate
 from jaxft.core.losses import k1_penalty as k1_penalty
 from jaxft.core.losses import kl_penalty as kl_penalty
 from jaxft.core.losses import policy_loss as policy_loss
@@ -18,3 +17,4 @@ from jaxft.core.objectives import score_batch as score_batch
 from jaxft.core.objectives import sft_loss as sft_loss
 from jaxft.core.reductions import aggregate as aggregate
 from jaxft.core.reductions import token_mean as token_mean
+from jaxft.core.surrogates import clipped_surrogate as clipped_surrogate

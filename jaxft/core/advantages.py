@@ -80,10 +80,13 @@ def group_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
     [0. 0. 0.]
     """
     groups = _groups(rewards, group_ids)
-    xp = groups.xp
-    squares = _of_group(xp, groups.centred**2, groups.index, "sum")
-    std = xp.sqrt(xp.where(groups.has_signal, squares / xp.maximum(groups.count - 1, 1), 1.0))
-    return xp.where(groups.has_signal, groups.centred / (std + eps), 0.0)
+    return groups.xp.where(groups.has_signal, groups.centred / (_std(groups) + eps), 0.0)
+
+
+def _std(groups: _Groups) -> Any:
+    """Return the standard deviation of each trajectory's group, ddof 1; 1 where there is no signal."""
+    squares = _of_group(groups.xp, groups.centred**2, groups.index, "sum")
+    return groups.xp.sqrt(groups.xp.where(groups.has_signal, squares / groups.xp.maximum(groups.count - 1, 1), 1.0))
 
 
 def group_mean_advantages(rewards: Rewards, group_ids: GroupIds) -> Advantages:
@@ -119,6 +122,41 @@ def batch_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
     return xp.where(groups.has_signal, groups.centred / xp.where(groups.has_signal, std + eps, 1.0), 0.0)
 
 
+def max_rl_advantages(rewards: Rewards, group_ids: GroupIds) -> Advantages:
+    """`(R - mean_g) / mean_g`; 0 where `mean_g <= 0` (MaxRL, arXiv 2602.02710, algorithm 1).
+
+    With rewards of 0 and 1 its expected gradient is that of the log-likelihood of success, truncated at the order of
+    the group's size: an example that succeeds in one of `G` weighs as much as one that always does.
+
+    >>> print(max_rl_advantages([1.0, 0.0, 0.0, 0.0, 0.0, -1.0], [7, 7, 7, 7, 8, 8]))  # mean 1/4; mean -1/2
+    [ 3. -1. -1. -1.  0.  0.]
+    """
+    groups = _groups(rewards, group_ids)
+    xp, mean = groups.xp, groups.values - groups.centred
+    size = _of_group(xp, xp.abs(groups.values), groups.index, "sum") / groups.count
+    has_signal = groups.has_signal & (mean > EQUAL_REWARDS * size)  # -0.3, 0.1 and 0.2 have a mean of 2e-17
+    return xp.where(has_signal, groups.centred / xp.where(has_signal, mean, 1.0), 0.0)
+
+
+def pass_at_k_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-6) -> Advantages:
+    """`(R_max - R_second) / (std_g + eps)` for the best of a group, 0 for others (arXiv 2503.19595, as in verl).
+
+    The numerator is `max R - max of the others' R`, which leaves one out of the best of `k`, the group's size, so that
+    only an answer without which the best would be worse is reinforced. Two best ones have 0.
+
+    >>> print(pass_at_k_advantages([4.0, 1.0, 1.0, 1.0, 1.0], [7, 7, 7, 8, 8], eps=0.0).round(4))  # 3 / sqrt(3)
+    [1.7321 0.     0.     0.     0.    ]
+    """
+    groups = _groups(rewards, group_ids)
+    xp, values = groups.xp, groups.xp.where(groups.scorable, groups.values, -groups.xp.inf)
+    largest = _of_group(xp, values, groups.index, "max")
+    is_best = groups.has_signal & (values == largest)
+    is_only = is_best & (_of_group(xp, is_best.astype(groups.values.dtype), groups.index, "sum") == 1)
+    second = _of_group(xp, xp.where(is_best, -xp.inf, values), groups.index, "max")
+    lead = xp.where(is_only, largest, 0.0) - xp.where(is_only, second, 0.0)
+    return xp.where(is_only, lead / (_std(groups) + eps), 0.0)
+
+
 def exponential_advantages(rewards: Rewards, group_ids: GroupIds, *, temperature: float = 1.0) -> Advantages:
     """`e^(R / temperature)`, divided by its mean over the batch: the weights of reward-weighted regression.
 
@@ -137,7 +175,7 @@ def exponential_advantages(rewards: Rewards, group_ids: GroupIds, *, temperature
 
 @runtime_checkable
 class Estimator(Protocol):
-    """An advantage estimator: one of the four above, or a function of your own in their place.
+    """An advantage estimator: one of those above, or a function of your own in their place.
 
     A function that a configuration names gets those of these keywords that it has parameters for, as NumPy arrays of
     float64. Letters: `B` trajectories of a job, `S` steps (turns), `N` token sequences, `T` tokens.
@@ -183,6 +221,8 @@ ESTIMATORS: Mapping[str, Callable[..., Advantages]] = {
     "group_mean": group_mean_advantages,
     "leave_one_out": leave_one_out_advantages,
     "batch": batch_advantages,
+    "max_rl": max_rl_advantages,
+    "pass_at_k": pass_at_k_advantages,
 }
 """The estimators of this file that give an advantage per trajectory."""
 

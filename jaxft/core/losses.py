@@ -13,17 +13,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.checks import as_array, check_mask, check_shapes
 from jaxft.core.reductions import aggregate, count_tokens, row_sums, token_mean
+from jaxft.core.surrogates import MAX_LOG_RATIO, SURROGATES, SurrogateInputs, one_sided_clip
 from jaxft.core.types import Denominators
 
-Surrogate = Literal["clip", "cap", "reinforce"]
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "constant"]
 Metrics = dict[str, Float[Array, ""]]
 
 
 class Preset(NamedTuple):
-    """A published algorithm: the defaults of `policy_loss` for options that are None."""
+    """A published algorithm: its row of `SURROGATES`, and the defaults of `policy_loss` for options that are None."""
 
-    surrogate: Surrogate
+    surrogate: str
     aggregation: Aggregation
     clip_low: float
     clip_high: float
@@ -39,6 +39,10 @@ PRESETS: Mapping[str, Preset] = {
     "cispo": Preset("cap", "token_mean", 0.0, 5.0),  # arXiv 2506.13585; clip_high is the cap itself
     "ppo": Preset("clip", "token_mean", 0.2, 0.2),  # arXiv 1707.06347; its value term is `value_loss`
     "reinforce": Preset("reinforce", "token_mean", 0.0, 0.0),  # no ratio: one update per rollout
+    "dppo_tv": Preset("mask_tv", "token_mean", 0.2, 0.2),  # arXiv 2602.04879; clips of probabilities
+    "dppo_kl": Preset("mask_kl", "token_mean", 0.05, 0.05),  # the same; clips of a divergence in nats
+    "sapo": Preset("gate", "seq_mean_token_mean", 0.0, 0.0),  # arXiv 2511.20347
+    "gmpo": Preset("geometric", "seq_mean_token_mean", 0.4, 0.4, "sequence"),  # arXiv 2507.20673; clips of log-ratios
 }
 
 
@@ -65,9 +69,9 @@ def policy_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Return the policy loss of a batch and its metrics.
 
-    The loss is averaged over the trajectories' token means (grpo, gspo), over all trained tokens (dapo, cispo, ppo,
-    reinforce), or over trajectories times `max_completion_tokens` (dr_grpo); trajectories without a trained token are
-    in no denominator.
+    The loss is averaged over the trajectories' token means (grpo, gspo, sapo, gmpo), over all trained tokens (dapo,
+    cispo, ppo, reinforce, dppo), or over trajectories times `max_completion_tokens` (dr_grpo); trajectories without a
+    trained token are in no denominator.
 
     Args:
         logprobs: log-probabilities under the present policy; gradients flow into these.
@@ -79,7 +83,8 @@ def policy_loss(
             GSPO-token form, `stop_gradient(s) e^(lp - stop_gradient(lp))` (arXiv 2507.18071 eq. 14). Value and gradient
             are those of `s` itself where a row has one advantage and one weight; where they vary along the row, a
             token keeps its own advantage and weight, packed or padded.
-        clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo `clip_high` is the cap.
+        clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo `clip_high` is the cap,
+            for dppo both bound the change of a token's distribution, for gmpo its log-ratio.
         delta: dual clip, an upper bound `-delta A` on the loss where `A < 0` (arXiv 1912.09729).
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
         kl: estimator of the KL, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.
@@ -135,22 +140,21 @@ def policy_loss(
     denominators = count_tokens(mask, segment_ids, trajectory_tokens) if denominators is None else denominators
     old_logprobs = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
     log_ratio = jnp.where(mask, logprobs - old_logprobs, 0.0)  # [B T]
-    importance = of_whole_row = log_ratio
+    importance = log_ratio
+    if preset.surrogate == "geometric":
+        importance = one_sided_clip(log_ratio, per_token_advantages, clip_low, clip_high)
+    of_whole_row = importance
     if importance_level == "sequence":
-        of_whole_row = _row_mean(log_ratio, mask, segment_ids)  # [B 1], or [B T] with segments
+        of_whole_row = _row_mean(importance, mask, segment_ids)  # [B 1], or [B T] with segments
         # The value is the row's log-ratio, the gradient the token's. `own` is exactly 0 because it is computed first:
         # summed from the left, a large token log-ratio would round the row's away.
-        own = log_ratio - jax.lax.stop_gradient(log_ratio)
+        own = importance - jax.lax.stop_gradient(importance)
         importance = jax.lax.stop_gradient(of_whole_row) + own  # [B T]
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
 
-    if preset.surrogate == "clip":
-        policy_term = clipped_surrogate(ratio, per_token_advantages, clip_low, clip_high, delta)
-    elif preset.surrogate == "cap":
-        weight = jax.lax.stop_gradient(jnp.minimum(ratio, clip_high))
-        policy_term = -weight * per_token_advantages * jnp.where(mask, logprobs, 0.0)
-    else:
-        policy_term = -per_token_advantages * jnp.where(mask, logprobs, 0.0)
+    tables = ratio, log_ratio, logprobs, old_logprobs, per_token_advantages, mask
+    given, surrogate = SurrogateInputs(*tables, clip_low, clip_high, delta), SURROGATES[preset.surrogate]
+    policy_term = surrogate.loss(given)
     if policy_weights is not None:
         policy_term = jax.lax.stop_gradient(jnp.where(mask, policy_weights, 0.0)) * policy_term
 
@@ -168,7 +172,7 @@ def policy_loss(
         value = value + beta * reduced(kl_penalty(kl, rho, log_ratio, undetached_ratio))
         metrics["kl"] = token_mean(k3(rho), mask, denominators)
         metrics["kl_clamped_fraction"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
-    outside_low, outside_high = _clip_bites(preset.surrogate, ratio, per_token_advantages, clip_low, clip_high)
+    outside_low, outside_high = surrogate.clipped(given)
     metrics |= {
         "clip_low_fraction": token_mean(outside_low, mask, denominators),
         "clip_high_fraction": token_mean(outside_high, mask, denominators),
@@ -179,24 +183,6 @@ def policy_loss(
     if delta is not None:
         metrics["delta_fraction"] = token_mean((ratio > delta) & (per_token_advantages < 0), mask, denominators)
     return value, jax.tree.map(jax.lax.stop_gradient, metrics)
-
-
-def clipped_surrogate(
-    ratio: Float[Array, "B #T"],
-    advantages: Float[Array, "B #T"],
-    clip_low: float,
-    clip_high: float,
-    delta: float | None = None,
-) -> Float[Array, "B #S"]:
-    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token (PPO, arXiv 1707.06347 eq. 7); optional dual clip.
-
-    >>> print(clipped_surrogate(jnp.array([[1.5, 0.5]]), jnp.array([[1.0, 1.0]]), 0.2, 0.2))
-    [[-1.2 -0.5]]
-    """
-    loss = -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
-    if delta is not None:
-        loss = jnp.where(advantages < 0, jnp.minimum(loss, -delta * advantages), loss)
-    return loss
 
 
 def value_loss(
@@ -243,21 +229,8 @@ def _row_mean(
     return row_sums(log_ratio, segment_ids) / count
 
 
-def _clip_bites(
-    surrogate: Surrogate,
-    ratio: Float[Array, "B #T"],
-    advantages: Float[Array, "B #T"],
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Bool[Array, "B #S"], Bool[Array, "B #S"]]:
-    """Return masks, for the lower and the upper clip, that are True where the clip changed the gradient."""
-    if surrogate == "clip":
-        return (ratio < 1.0 - clip_low) & (advantages < 0), (ratio > 1.0 + clip_high) & (advantages > 0)
-    return jnp.zeros_like(ratio, bool), (ratio > clip_high if surrogate == "cap" else jnp.zeros_like(ratio, bool))
-
-
 def _check_knobs(
-    surrogate: Surrogate,
+    surrogate: str,
     loss: str,
     importance_level: str,
     delta: float | None,
@@ -313,9 +286,6 @@ def _check_inputs(
         wanted = shape if segment_ids is not None else f"{shape[:1]} or {shape}"
         raise ValueError(f"advantages have shape {advantages.shape}; wanted {wanted}")
 
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to this before `exp`: in float32 a log-ratio of 100 is a NaN gradient, even under a clip."""
 
 KL_IN_LOSS = ("k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl")
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxft.core.advantages import (
+    EQUAL_REWARDS,
     estimate_advantages,
     gae,
     normalize_then_sum,
@@ -238,7 +239,7 @@ def _step_table(groups: Sequence[Sequence[Trajectory]], outcomes: np.ndarray) ->
 def compute_advantages(
     job: TrainingBatch, credit: CollectedRewards, loss: LossConfig
 ) -> tuple[TrainingBatch, dict[str, float]]:
-    """Add `advantages` to a job's batch; return it with metrics of groups without any, of KL in the reward and teacher.
+    """Add `advantages` to a job's batch; return it with metrics of groups without any, KL in the reward and teacher.
 
     Ppo also gets `returns`, and losses averaged over trajectories get `trajectory_tokens`. Arithmetic is float64, and
     sums over tokens follow the order of the sequences, so that packed and padded jobs give equal bits.
@@ -275,6 +276,10 @@ def compute_advantages(
     if loss.distillation is None or loss.distillation.is_sampled:  # in the loss, a teacher teaches every group
         telling = credit.group_ids[trajectories[mask & (computed["advantages"] != 0)]]
         metrics["no_signal_groups"] = np.unique(credit.group_ids).size - np.unique(telling).size
+    if loss.estimator == "max_rl":
+        returns = np.nan_to_num(_rewards_to_go(credit, loss)[:, 0])
+        sums, sizes = (np.bincount(credit.group_ids, each) for each in (returns, np.abs(returns)))
+        metrics["nonpositive_mean_groups"] = int(np.sum(sums <= EQUAL_REWARDS * sizes))
     tables: dict[str, Any] = {}
     for name, values in computed.items():
         tables[name] = np.zeros(job.turns.shape, np.float32)

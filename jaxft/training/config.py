@@ -7,7 +7,11 @@ from pydantic import Field, PlainSerializer, model_validator
 from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 
-AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "reinforce_pp", "gae"]
+AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k", "reinforce_pp", "gae"]
+LossName = Literal[
+    "grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "gmpo",
+    "dpo", "sft", "function",
+]  # fmt: skip
 CorrectionName = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask", "ratio", "none"
 ]
@@ -15,14 +19,17 @@ CorrectionName = Literal[
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
 """Fields that dpo and sft read."""
 
-NOT_READ = {"cispo": ("clip_low",), "reinforce": ("clip_low", "clip_high")}
+NOT_READ = {"cispo": ("clip_low",), **dict.fromkeys(("reinforce", "sapo"), ("clip_low", "clip_high"))}
 """Fields that single policy losses do not read, by loss; those of the value function are read by ppo only."""
 
-TRAJECTORY_MEANS = ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo")
+TRAJECTORY_MEANS = ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo", "sapo", "gmpo")
 """Aggregations, and losses with one of them, that count trajectories and not tokens."""
 
+GROUPED = ("group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k")
+"""Advantage estimators that give groups of equal rewards exactly 0."""
+
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
-"""Advantage estimators that do not divide by a standard deviation, which would rescale a KL in the reward."""
+"""Advantage estimators that divide by no spread or mean of rewards, which would rescale a KL in the reward."""
 
 
 LOSS_KEYWORDS = (
@@ -135,11 +142,9 @@ class PreferenceConfig(ConfigModel):
 class LossConfig(ConfigModel):
     """A published loss by name, and the settings that differ from it."""
 
-    name: Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dpo", "sft", "function"] = (
-        Field(
-            default="grpo",
-            description="Published loss, which decides the fields below that are null; function, if there is one.",
-        )
+    name: LossName = Field(
+        default="grpo",
+        description="Published loss, which decides the fields below that are null; function, if there is one.",
     )
     function: NamedFunction | None = Field(
         default=None,
@@ -168,16 +173,22 @@ class LossConfig(ConfigModel):
     )
     importance_level: Literal["token", "sequence"] | None = Field(
         default=None,
-        description="Level of the importance ratio, one per token or sequence; null: sequence for gspo, else token.",
+        description="Level of the importance ratio, one per token or sequence; null: sequence for gspo and gmpo, else "
+        "token.",
     )
     clip_low: float | None = Field(
-        default=None, gt=0.0, le=1.0, description="Clips the ratio at 1 - clip_low; null: 3e-4 for gspo, else 0.2."
+        default=None,
+        gt=0.0,
+        le=1.0,
+        description="Clips the ratio at 1 - clip_low, for gmpo its logarithm at -clip_low; for dppo bounds how far a "
+        "probability falls. null: 3e-4 for gspo, 0.05 for dppo_kl, 0.4 for gmpo, else 0.2.",
     )
     clip_high: float | None = Field(
         default=None,
         gt=0.0,
-        description="Clips the ratio at 1 + clip_high, for cispo at clip_high; null: 0.28 for dapo and bnpo, 4e-4 "
-        "for gspo, 5 for cispo, 0.2 for all others.",
+        description="Clips the ratio at 1 + clip_high, for cispo at clip_high, for gmpo its logarithm at clip_high; "
+        "for dppo bounds how far a probability rises. null: 0.28 for dapo and bnpo, 4e-4 for gspo, 5 for cispo, 0.05 "
+        "for dppo_kl, 0.4 for gmpo, 0.2 for all others.",
     )
     delta: float | None = Field(
         default=None, gt=1.0, description="Dual clip: a token with advantage A < 0 loses at most -delta * A; null: any."
@@ -287,8 +298,8 @@ class LossConfig(ConfigModel):
     @property
     def _has_zero_advantages(self) -> bool:
         """True if equal rewards of a group have advantages of exactly 0, which no score of a model changes."""
-        is_grouped = self.estimator in ("group", "group_mean", "leave_one_out")
-        return is_grouped and self.distillation is None and not (self.kl_weight and self.kl == "k1_in_reward")
+        is_penalized = self.kl_weight > 0 and self.kl == "k1_in_reward"
+        return self.estimator in GROUPED and self.distillation is None and not is_penalized
 
     @property
     def averaged_over(self) -> Literal["tokens", "pairs", "sequences", "trajectories"]:
@@ -372,13 +383,13 @@ class LossConfig(ConfigModel):
         is_named = isinstance(self.estimator, str)
         if self.kl_weight and self.kl == "k1_in_reward" and is_named and self.estimator not in UNSCALED:
             raise config_error(
-                f"kl 'k1_in_reward' with advantages {self.estimator!r} would divide beta by the spread of the rewards; "
-                f"take one of {', '.join(UNSCALED)}"
+                f"kl 'k1_in_reward' with advantages {self.estimator!r} would divide beta by the spread or the mean of "
+                f"the rewards; take one of {', '.join(UNSCALED)}"
             )
         if self.skip_zero_advantages and not self._has_zero_advantages:
             raise config_error(
-                "skip_zero_advantages is for advantages 'group', 'group_mean' and 'leave_one_out' without distillation "
-                "or kl 'k1_in_reward': others are hardly ever 0"
+                f"skip_zero_advantages is for advantages {', '.join(GROUPED)} without distillation or kl "
+                "'k1_in_reward': others are hardly ever 0"
             )
         if (self.overlong_buffer_tokens or 0) > (self.max_completion_tokens or 0):
             raise config_error("overlong_buffer_tokens needs a max_completion_tokens that is at least as large")

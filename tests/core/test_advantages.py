@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxft.core.advantages import (
+    ESTIMATORS,
     batch_advantages,
     estimate_advantages,
     gae,
     group_advantages,
     group_mean_advantages,
     leave_one_out_advantages,
+    max_rl_advantages,
     normalize_then_sum,
     outcome_rewards,
+    pass_at_k_advantages,
     reward_to_go,
     soft_overlong_punishment,
     step_advantages,
@@ -26,15 +29,24 @@ from jaxft.core.advantages import (
     whiten,
 )
 
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "advantages.json").read_text())["cases"]
-GROUP_ESTIMATORS = [group_advantages, group_mean_advantages, leave_one_out_advantages, batch_advantages]
+ORACLES = Path(__file__).parents[1] / "data" / "oracles"
+VECTORS = json.loads((ORACLES / "advantages.json").read_text())["cases"]
+OF_2026 = json.loads((ORACLES / "advantages_2026.json").read_text())["cases"]
+GROUP_ESTIMATORS = [
+    group_advantages,
+    group_mean_advantages,
+    leave_one_out_advantages,
+    batch_advantages,
+    max_rl_advantages,
+    pass_at_k_advantages,
+]
 NAN, INF = float("nan"), float("inf")
 
 
 def of_vectors(name, rewards, group_ids):
     if name == "group_eps_1e-6":
         return group_advantages(rewards, group_ids, eps=1e-6)
-    return {"group_mean": group_mean_advantages, "leave_one_out": leave_one_out_advantages}[name](rewards, group_ids)
+    return estimate_advantages(rewards, group_ids, name)
 
 
 @jax.jit
@@ -55,7 +67,11 @@ def one_group_at_a_time(estimator, rewards, group_ids, eps=1e-4):
         if len(members) < 2 or np.ptp(of_group) < 1e-6 * max(1.0, np.abs(of_group).max()):
             continue
         centred = of_group - of_group.mean()
+        is_positive = of_group.mean() > 1e-6 * np.abs(of_group).mean()
+        first, second = np.sort(of_group)[[-1, -2]]
         result[members] = {
+            max_rl_advantages: centred / of_group.mean() if is_positive else 0 * centred,
+            pass_at_k_advantages: (of_group == first) * (first - second) / (of_group.std(ddof=1) + 1e-6),
             group_advantages: centred / (of_group.std(ddof=1) + eps),
             group_mean_advantages: centred,
             leave_one_out_advantages: of_group - (of_group.sum() - of_group) / (len(members) - 1),
@@ -64,9 +80,9 @@ def one_group_at_a_time(estimator, rewards, group_ids, eps=1e-4):
     return result
 
 
-@pytest.mark.parametrize("case", VECTORS, ids=["case0", "case1"])
+@pytest.mark.parametrize("case", [*VECTORS, *OF_2026], ids=["case0", "case1", "case2", "case3"])
 def test_published_numbers(case):
-    names = ("group_eps_1e-6", "group_mean", "leave_one_out")
+    names = [each for each in case["expected"] if each in ("group_eps_1e-6", *ESTIMATORS)]
 
     @jax.jit
     def of_all(rewards, group_ids):
@@ -106,7 +122,7 @@ def test_unscorable_members_count_for_nobody(estimator, on_host):
     rewards = np.array([NAN, 1.0, INF, 0.0, -INF, 0.5, NAN, 4.0])
     groups = np.array([0, 0, 0, 0, 1, 1, 2, 3])  # the second group is left with one member, the third with none
     got = estimator(rewards, groups) if on_host else on_device(rewards.astype(np.float32), groups)[estimator.__name__]
-    assert np.array_equal(np.flatnonzero(np.asarray(got)), [1, 3])
+    assert np.array_equal(np.flatnonzero(np.asarray(got)), [1] if estimator is pass_at_k_advantages else [1, 3])
     np.testing.assert_allclose(got, one_group_at_a_time(estimator, rewards, groups), rtol=1e-6)
 
 
@@ -145,7 +161,7 @@ def test_negative_group_ids_are_refused():
 
 def test_estimators_by_name():
     rewards, groups = [1.0, 0.0, 0.5], [0, 0, 0]
-    names = ["group", "group_mean", "leave_one_out", "batch"]
+    names = ["group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k"]
     for name, estimator in zip(names, GROUP_ESTIMATORS, strict=True):
         assert np.array_equal(estimate_advantages(rewards, groups, name), estimator(rewards, groups))
     with pytest.raises(ValueError, match="estimator is 'median'; wanted one of group, group_mean"):

@@ -34,6 +34,10 @@ LOSSES = {
     "gspo": grpo("gspo", beta=0.1, kl="k2", clip_low=0.1, clip_high=0.1),
     "k3_trl": grpo("gspo", beta=0.1, kl="k3_trl", max_sampler_diff=0.15),
     "cispo": grpo("cispo", correction=partial(sampler_correction, kind="sequence_truncate", high=1.2)),
+    "gmpo": grpo("gmpo", beta=0.1, clip_low=0.1, clip_high=0.1),
+    "sapo": grpo("sapo", correction=partial(sampler_correction, kind="token_truncate", high=1.2)),
+    "dppo_tv": grpo("dppo_tv", clip_low=1e-3, clip_high=1e-3),
+    "dppo_kl": grpo("dppo_kl", clip_low=1e-3, clip_high=1e-3),
     "reinforce": grpo("reinforce", correction=partial(sampler_correction, kind="sequence_geometric_mask")),
     "ppo": partial(ppo_loss, value_coef=0.3),
     "sft": sft_loss,
@@ -44,7 +48,7 @@ LOSSES = {
 }
 FULL = {name: loss for name, loss in LOSSES.items() if not name.startswith("dpo") and "on policy" not in name}
 """Losses of batches that have everything; the others have tests of their own."""
-DIFFERENT = ("dr_grpo", "k3_trl", "cispo", "reinforce", "ppo", "sft")
+DIFFERENT = ("dr_grpo", "k3_trl", "cispo", "gmpo", "dppo_kl", "reinforce", "ppo", "sft")
 """Losses that differ in how they reduce rows and segments."""
 
 keep_gradients = optax.GradientTransformation(

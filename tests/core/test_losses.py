@@ -15,7 +15,9 @@ from jaxft.core.losses import PRESETS, k1_penalty, kl_penalty, policy_loss, pref
 from jaxft.core.objectives import dpo_loss, score_batch
 from jaxft.core.types import Batch, Denominators
 
-VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "policy_losses.json").read_text())
+ORACLES = Path(__file__).parents[1] / "data" / "oracles"
+VECTORS = json.loads((ORACLES / "policy_losses.json").read_text())
+OF_2026 = json.loads((ORACLES / "policy_losses_2026.json").read_text())
 ARRAYS = ("logprobs", "old_logprobs", "advantages", "completion_mask", "ref_logprobs")
 SHAPE = (8, 12)
 """Every example is padded to this, or most of the time would go into compiling each loss for each shape."""
@@ -56,6 +58,13 @@ jitted_loss = jax.jit(at_own_shape, static_argnames=NAMES + NUMBERS)
 
 
 def knobs_of(case):
+    if "by" in case:  # those of 2026
+        return dict(
+            loss=case["name"],
+            **({} if case["name"] == "sapo" else dict(zip(("clip_low", "clip_high"), case["clips"], strict=True))),
+            beta=case["beta"],
+            kl="k3_unweighted" if case["name"] == "gmpo" else "k3_trl",  # TRL's default is its own in GMPO
+        )
     batch = VECTORS["batches"][case["batch"]]
     return dict(
         loss=case["loss_type"],
@@ -69,36 +78,42 @@ def knobs_of(case):
     )
 
 
-def check_vectors(dtype, rtol, atol):
+def check_vectors(vectors, count, dtype, rtol, atol):
     """One program, of each loss once: 84 would take longer to compile than all other tests here take."""
-    losses = {str(knobs_of(case)): knobs_of(case) for case in VECTORS["cases"]}
+    losses = {str(knobs_of(case)): knobs_of(case) for case in vectors["cases"]}
 
     @jax.jit
     def of_all_losses(*arrays, ref_logprobs):
         return {name: at_own_shape(*arrays, ref_logprobs=ref_logprobs, **losses[name])[:2] for name in losses}
 
     results = []
-    for batch in VECTORS["batches"]:
+    for batch in vectors["batches"]:
         *arrays, ref = (padded(np.array(batch[name], bool if name == "completion_mask" else dtype)) for name in ARRAYS)
         results.append(of_all_losses(*arrays, ref_logprobs=ref))
     wrong = []
-    for case in VECTORS["cases"]:
+    for case in vectors["cases"]:
         value, gradient = results[case["batch"]][str(knobs_of(case))]
         assert value.dtype == gradient.dtype == dtype
         expected = padded(case["grad"])
         if not (np.allclose(value, case["loss"], rtol, atol) and np.allclose(gradient, expected, rtol, atol)):
             wrong.append({name: case[name] for name in case if name not in ("loss", "grad")})
-    assert len(VECTORS["cases"]) == 84
-    assert not wrong, f"{len(wrong)} of 84 cases disagree: {wrong[:3]}"
+    assert len(vectors["cases"]) == count
+    assert not wrong, f"{len(wrong)} of {count} cases disagree: {wrong[:3]}"
 
 
-def test_published_values_and_gradients_in_float64():
+YEARS = ["before_2026", "2026"]
+
+
+# verl adds 1e-8 to what it divides by.
+@pytest.mark.parametrize(("vectors", "count", "tolerance"), [(VECTORS, 84, 1e-10), (OF_2026, 16, 1e-8)], ids=YEARS)
+def test_published_values_and_gradients_in_float64(vectors, count, tolerance):
     with jax.enable_x64(True):
-        check_vectors(np.float64, rtol=0, atol=1e-10)
+        check_vectors(vectors, count, np.float64, rtol=0, atol=tolerance)
 
 
-def test_published_values_and_gradients_in_float32():
-    check_vectors(np.float32, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("vectors", "count"), [(VECTORS, 84), (OF_2026, 16)], ids=YEARS)
+def test_published_values_and_gradients_in_float32(vectors, count):
+    check_vectors(vectors, count, np.float32, rtol=1e-5, atol=1e-6)
 
 
 # --- Numbers by hand. Log-probabilities of 0 stand for "only the ratio matters".

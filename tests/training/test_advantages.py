@@ -45,6 +45,15 @@ def found(groups, scores=None, behind=None, packed=False, **knobs):
     return Found(*compute_advantages(batch, collect_rewards(groups, loss), loss))
 
 
+def test_groups_without_a_positive_mean_are_counted_and_get_none(make_group):
+    groups = [make_group(1.0, 0.0), make_group(0.0, 0.0), make_group(-1.0, 0.5), make_group(0.2, None)]
+    groups.append(make_group(0.0, 0.0, shaped_rewards=[[1.0, 1.0], [0.0, 0.0]]))
+    got = found(groups, advantages="max_rl")
+    assert [set(each) for each in got.advantages[:6]] == [{1.0}, {-1.0}, {0.0}, {0.0}, {0.0}, {0.0}]
+    assert got.metrics["nonpositive_mean_groups"] == 2
+    assert "nonpositive_mean_groups" not in found(groups).metrics
+
+
 def test_rows_share_the_advantage_of_their_trajectory(make_group):
     groups = [make_group(1.0, 0.0, None), make_group(2.0, 4.0)]
     groups[0][0].sequences.append(groups[0][0].sequences[0])

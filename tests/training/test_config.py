@@ -1,11 +1,12 @@
 import pytest
 from pydantic import ValidationError
 
+from jaxft.core.losses import PRESETS
 from jaxft.training.config import LossConfig
 from jaxft.training.update import make_loss
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "bnpo", "gspo", "cispo", "reinforce"])
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("ppo", "dr_grpo")])
 def test_every_name_makes_a_loss(name):
     assert make_loss(LossConfig(name=name, beta=0.1)).keywords["loss"].keywords["loss"] == name
 
@@ -31,6 +32,9 @@ def test_a_kl_in_the_reward_is_none_in_the_loss():
         ({"name": "dapo", "delta": 1.2}, "wanted more than 1 \\+ clip_high"),
         ({"name": "reinforce", "importance_level": "sequence"}, "'reinforce' has no ratio"),
         ({"name": "ppo", "aggregation": "seq_mean_token_mean"}, "ppo is averaged over tokens"),
+        ({"name": "sapo", "clip_high": 0.3}, "sapo has no clip_high"),
+        ({"name": "dppo_tv", "delta": 5.0}, "'dppo_tv' has no clipped surrogate"),
+        ({"advantages": "max_rl", "beta": 0.1, "kl": "k1_in_reward"}, "'max_rl' would divide beta by"),
     ],
 )
 def test_knobs_that_cannot_be_are_refused_before_anything_is_trained(knobs, message):
@@ -48,7 +52,7 @@ def test_knobs_that_cannot_be_are_refused_before_anything_is_trained(knobs, mess
         {"name": "ppo", "advantages": "group"},
         {"name": "grpo", "advantages": "gae"},
         {"beta": 0.1, "kl": "k1_in_reward"},
-        {"advantages": "batch", "skip_zero_advantages": True},
+        {"name": "reinforce", "advantages": "reinforce_pp", "skip_zero_advantages": True},
         {"name": "ppo", "skip_zero_advantages": True},
         {"name": "sft", "skip_zero_advantages": True},
         {"distillation": {"teacher": "any"}, "skip_zero_advantages": True},

@@ -1,0 +1,158 @@
+"""Surrogates: the loss of each token by its ratio and advantage, and the tokens whose gradient their clip takes away.
+
+A row of `SURROGATES` is a pair of functions of `SurrogateInputs`; `jaxft.core.losses` composes them with weights, KL
+and averages. Letters: `B` rows, `T` tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to this before `exp`: in float32 a log-ratio of 100 is a NaN gradient, even under a clip."""
+
+MAX_WEIGHT = 20.0
+"""Largest ratio that weights a token of DPPO, as in verl (arXiv 2602.04879 sec. 5.4)."""
+
+
+class SurrogateInputs(NamedTuple):
+    """Tables and bounds that a surrogate reads; anything may stand where `mask` is False, but in the ratios."""
+
+    ratio: Float[Array, "B #T"]
+    log_ratio: Float[Array, "B T"]
+    logprobs: Float[Array, "B T"]
+    old_logprobs: Float[Array, "B T"]
+    advantages: Float[Array, "B #T"]
+    mask: Bool[Array, "B T"]
+    clip_low: float
+    clip_high: float
+    delta: float | None
+
+
+def clipped_surrogate(
+    ratio: Float[Array, "B #T"],
+    advantages: Float[Array, "B #T"],
+    clip_low: float,
+    clip_high: float,
+    delta: float | None = None,
+) -> Float[Array, "B #S"]:
+    """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token (PPO, arXiv 1707.06347 eq. 7); optional dual clip.
+
+    >>> print(clipped_surrogate(jnp.array([[1.5, 0.5]]), jnp.array([[1.0, 1.0]]), 0.2, 0.2))
+    [[-1.2 -0.5]]
+    """
+    loss = -jnp.minimum(ratio * advantages, jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
+    if delta is not None:
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, -delta * advantages), loss)
+    return loss
+
+
+def gated_surrogate(
+    ratio: Float[Array, "B #T"],
+    advantages: Float[Array, "B #T"],
+    temperature_high: float = 1.0,
+    temperature_low: float = 1.05,
+) -> Float[Array, "B #S"]:
+    """`-4 / tau sigmoid(tau (r - 1)) A` per token, a clip without an edge (SAPO, arXiv 2511.20347).
+
+    `tau` is `temperature_high` where `A > 0` and else `temperature_low`, with TRL's and verl's defaults. Tokens that
+    should become less likely have the narrower gate.
+
+    >>> print(gated_surrogate(jnp.array([[1.0, 1.0]]), jnp.array([[1.0, -1.05]])))  # 4 / tau / 2
+    [[-2.  2.]]
+    """
+    temperature = jnp.where(advantages > 0, temperature_high, temperature_low)
+    return -4.0 / temperature * jax.nn.sigmoid(temperature * (ratio - 1.0)) * advantages
+
+
+def one_sided_clip(
+    log_ratio: Float[Array, "B T"], advantages: Float[Array, "B #T"], clip_low: float, clip_high: float
+) -> Float[Array, "B T"]:
+    """Clip log-ratios at `clip_high` where `A > 0` and at `-clip_low` elsewhere (GMPO, arXiv 2507.20673).
+
+    >>> print(one_sided_clip(jnp.array([[0.5, -0.5], [0.5, -0.5]]), jnp.array([[1.0], [-1.0]]), 0.4, 0.4))
+    [[ 0.4 -0.5]
+     [ 0.5 -0.4]]
+    """
+    return jnp.where(advantages > 0, jnp.minimum(log_ratio, clip_high), jnp.maximum(log_ratio, -clip_low))
+
+
+def binary_divergence(
+    logprobs: Float[Array, "B T"], old_logprobs: Float[Array, "B T"], *, kind: str
+) -> Float[Array, "B T"]:
+    """Divergence of "this token or another" from before, with the sign of its change (DPPO, arXiv 2602.04879).
+
+    `tv`: `p - q`, the total variation. `kl`: `KL(q || p)` in nats. `p` is the new probability, `q` the old one.
+
+    >>> new, old = jnp.log(jnp.array([[0.5]])), jnp.log(jnp.array([[0.25]]))
+    >>> tv, kl = (binary_divergence(new, old, kind=kind)[0, 0] for kind in ("tv", "kl"))
+    >>> print(f"{tv:.2f} {kl:.4f}")  # 1/4; 1/4 log 1/2 + 3/4 log 3/2
+    0.25 0.1308
+    """
+    new, old = jnp.exp(logprobs), jnp.exp(old_logprobs)
+    if kind == "tv":
+        return new - old
+    others = jnp.log((1.0 - old + 1e-8) / (1.0 - new + 1e-8))  # verl's epsilon, for tokens that are certain
+    return jnp.sign(new - old) * (old * (old_logprobs - logprobs) + (1.0 - old) * others)
+
+
+def _masked_by_divergence(given: SurrogateInputs, kind: str) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+    """Return masks of the tokens that fell, and rose, beyond their bound in the direction of their advantage."""
+    new, old = (jax.lax.stop_gradient(jnp.where(given.mask, x, 0.0)) for x in (given.logprobs, given.old_logprobs))
+    moved = binary_divergence(new, old, kind=kind)
+    return (moved < -given.clip_low) & (given.advantages <= 0), (moved > given.clip_high) & (given.advantages > 0)
+
+
+def _weighted_logprobs(given: SurrogateInputs, weight: Float[Array, "B #T"]) -> Float[Array, "B T"]:
+    weight = jax.lax.stop_gradient(weight)
+    return -weight * given.advantages * jnp.where(given.mask, given.logprobs, 0.0)
+
+
+def _divergence_masked(given: SurrogateInputs, kind: str) -> Float[Array, "B T"]:
+    low, high = _masked_by_divergence(given, kind)
+    return _weighted_logprobs(given, jnp.where(low | high, 0.0, jnp.minimum(given.ratio, MAX_WEIGHT)))
+
+
+def _outside_clip(given: SurrogateInputs) -> tuple[Bool[Array, "B #T"], Bool[Array, "B #T"]]:
+    ratio, advantages = given.ratio, given.advantages
+    return (ratio < 1.0 - given.clip_low) & (advantages < 0), (ratio > 1.0 + given.clip_high) & (advantages > 0)
+
+
+def _outside_log_clip(given: SurrogateInputs) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+    log_ratio, advantages = given.log_ratio, given.advantages
+    return (log_ratio < -given.clip_low) & (advantages < 0), (log_ratio > given.clip_high) & (advantages > 0)
+
+
+def _outside_nothing(given: SurrogateInputs) -> tuple[Bool[Array, "B #T"], Bool[Array, "B #T"]]:
+    return jnp.zeros_like(given.ratio, bool), jnp.zeros_like(given.ratio, bool)
+
+
+class Surrogate(NamedTuple):
+    """The loss of each token, and the masks of tokens that its lower and its upper clip took the gradient from."""
+
+    loss: Callable[[SurrogateInputs], Float[Array, "B #T"]]
+    clipped: Callable[[SurrogateInputs], tuple[Bool[Array, "B #T"], Bool[Array, "B #T"]]]
+
+
+SURROGATES: Mapping[str, Surrogate] = {
+    "clip": Surrogate(
+        lambda given: clipped_surrogate(given.ratio, given.advantages, given.clip_low, given.clip_high, given.delta),
+        _outside_clip,
+    ),
+    "cap": Surrogate(
+        lambda given: _weighted_logprobs(given, jnp.minimum(given.ratio, given.clip_high)),
+        lambda given: (jnp.zeros_like(given.ratio, bool), given.ratio > given.clip_high),
+    ),
+    "reinforce": Surrogate(
+        lambda given: -given.advantages * jnp.where(given.mask, given.logprobs, 0.0), _outside_nothing
+    ),
+    "mask_tv": Surrogate(partial(_divergence_masked, kind="tv"), partial(_masked_by_divergence, kind="tv")),
+    "mask_kl": Surrogate(partial(_divergence_masked, kind="kl"), partial(_masked_by_divergence, kind="kl")),
+    "gate": Surrogate(lambda given: gated_surrogate(given.ratio, given.advantages), _outside_nothing),
+    "geometric": Surrogate(lambda given: -given.ratio * given.advantages, _outside_log_clip),
+}
+"""The surrogates by name. `geometric` takes the mean of log-ratios that `one_sided_clip` has clipped."""

@@ -1,0 +1,152 @@
+"""Make vectors of policy losses and advantages by verl's, TRL's and prime-rl's own code.
+
+    python scripts/make_loss_oracles.py PRIME_RL    # a checkout of prime-rl at 559b447
+
+It needs verl 0.9.1, trl 1.16.0 and torch 2.13.0, in an environment of their own, and takes seconds. It writes
+`policy_losses_2026.json` and `advantages_2026.json` to `tests/data/oracles`: inputs, values and gradients in float64.
+Names of losses and estimators are jaxft's. Of TRL's trainers `_compute_loss` is called without a model, of prime-rl the
+lines of `score_group` that compute. No row is empty, which each of them counts in another way.
+"""
+
+import json
+import sys
+import textwrap
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
+from verl.trainer.config import AlgoConfig
+from verl.trainer.ppo import core_algos
+from verl.workers.config import ActorConfig
+
+FOLDER = Path(__file__).parents[1] / "tests" / "data" / "oracles"
+OF_VERL = {"dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "sapo": "sapo", "gmpo": "geo_mean"}
+CLIPS = {"dppo_tv": (0.2, 0.15), "dppo_kl": (0.05, 0.03), "sapo": (0.2, 0.2), "gmpo": (0.4, 0.3)}
+SEED = 17
+
+
+def make_batch(draw: np.random.Generator, scale: float) -> dict[str, Any]:
+    """Return a batch whose probabilities are anything between rare and certain, with answers of one token."""
+    lengths = np.array([6, 6, 4, 1, 5, 1])
+    logprobs = -np.exp(draw.normal(-0.5, 1.5, size=(6, 6)))
+    old = np.minimum(logprobs + scale * draw.normal(size=(6, 6)), -1e-3)
+    old[0, 0], logprobs[0, 0] = -4.0, -0.1  # a ratio of 49
+    return {
+        "logprobs": logprobs.tolist(),
+        "old_logprobs": old.tolist(),
+        "ref_logprobs": np.minimum(logprobs + 0.5 * draw.normal(size=(6, 6)), -1e-3).tolist(),
+        "advantages": [-1.1, *draw.normal(size=4).tolist(), 0.0],
+        "completion_mask": (np.arange(6) < lengths[:, None]).astype(int).tolist(),
+    }
+
+
+def tensors(batch: dict[str, Any]) -> SimpleNamespace:
+    """Return a batch as tensors of float64, of which `logprobs` take a gradient."""
+    made = SimpleNamespace(**{name: torch.tensor(values, dtype=torch.float64) for name, values in batch.items()})
+    made.logprobs.requires_grad_()
+    return made
+
+
+def of_verl(name: str, batch: SimpleNamespace, clips: tuple[float, float]) -> torch.Tensor:
+    """Return a loss by verl's function."""
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=clips[0], clip_ratio_high=clips[1],
+        clip_ratio_c=20.0,
+    )  # fmt: skip
+    advantages = batch.advantages[:, None].expand_as(batch.logprobs)
+    given = batch.old_logprobs, batch.logprobs, advantages, batch.completion_mask
+    return core_algos.get_policy_loss_fn(OF_VERL[name])(*given, loss_agg_mode="token-mean", config=config)[0]
+
+
+def of_trl(name: str, batch: SimpleNamespace, clips: tuple[float, float], beta: float) -> torch.Tensor:
+    """Return a loss by TRL's trainer, with its KL."""
+    rows, width = batch.logprobs.shape
+    scores = batch.logprobs, torch.zeros(rows, width, dtype=torch.float64), None
+    config = SimpleNamespace(
+        use_bias_correction_kl=True, delta=None, sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
+    )
+    trainer = SimpleNamespace(
+        _get_per_token_logps_and_entropies=lambda *_, **__: scores, aux_loss_enabled=False, top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None, importance_sampling_level="token", beta=beta, args=config, loss_type=name,
+        epsilon_low=clips[0], epsilon_high=clips[1], use_vllm=False, vllm_importance_sampling_correction=False,
+        model=SimpleNamespace(training=True), current_gradient_accumulation_steps=1, _entropy_bonus_enabled=False,
+        _metrics={"train": defaultdict(list)},
+        accelerator=SimpleNamespace(gather=lambda x: x, reduce=lambda x, reduction: x, num_processes=1),
+    )  # fmt: skip
+    inputs = {
+        "prompt_ids": torch.zeros(rows, 1), "prompt_mask": torch.ones(rows, 1),
+        "completion_ids": torch.zeros(rows, width), "completion_mask": batch.completion_mask,
+        "advantages": batch.advantages, "old_per_token_logps": batch.old_logprobs,
+        "ref_per_token_logps": batch.ref_logprobs,
+    }  # fmt: skip
+    return (GMPOTrainer if name == "gmpo" else GRPOTrainer)._compute_loss(trainer, None, inputs)
+
+
+def loss_cases(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return values and gradients of every loss on every batch."""
+    cases = []
+    for index, batch in enumerate(batches):
+        for name in OF_VERL:
+            for by, beta in (("verl", 0.0), ("trl", 0.0), ("trl", 0.1)):
+                if by == "trl" and name not in ("sapo", "gmpo"):
+                    continue
+                given = tensors(batch)
+                loss = of_verl(name, given, CLIPS[name]) if by == "verl" else of_trl(name, given, CLIPS[name], beta)
+                loss.backward()
+                case = {"batch": index, "name": name, "by": by, "beta": beta, "clips": CLIPS[name]}
+                cases.append(case | {"loss": loss.item(), "grad": given.logprobs.grad.tolist()})
+    return cases
+
+
+def max_rl(rewards: list[float], prime_rl: Path) -> list[float]:
+    """Return the advantages of a group by the lines of prime-rl, in float64."""
+    source = (prime_rl / "src/prime_rl/orchestrator/algo/max_rl.py").read_text()
+    lines = [line for line in source.splitlines() if line.strip().startswith(("rewards =", "mean =", "advantages ="))]
+    assert len(lines) == 3, lines
+    code = textwrap.dedent("\n".join(lines)).replace("float32", "float64")
+    names: dict[str, Any] = {"torch": torch, "traces": [SimpleNamespace(reward=reward) for reward in rewards]}
+    exec(code, names)
+    return names["advantages"].tolist()
+
+
+def advantage_case(draw: np.random.Generator, prime_rl: Path) -> dict[str, Any]:
+    """Return rewards of groups, and their advantages."""
+    group_ids = np.repeat([0, 1, 2, 3, 4], [4, 3, 5, 2, 2])
+    rewards = draw.normal(0.3, 1.0, size=16)
+    rewards[:4] = [1, 0, 0, 0]
+    rewards[-4:-2] = [-1.0, 0.5]  # a mean below 0
+    rewards[-2:] = 2.0
+    order = draw.permutation(16)
+    group_ids, rewards = group_ids[order], rewards[order]
+    of_max_rl = np.zeros(16)
+    for group in range(5):
+        of_max_rl[group_ids == group] = max_rl(rewards[group_ids == group].tolist(), prime_rl)
+    table = torch.tensor(rewards, dtype=torch.float64)[:, None]
+    of_pass_at_k, _ = core_algos.compute_grpo_passk_outcome_advantage(
+        table, torch.ones_like(table), group_ids, config=AlgoConfig()
+    )
+    expected = {"max_rl": of_max_rl.tolist(), "pass_at_k": of_pass_at_k[:, 0].tolist()}
+    return {"rewards": rewards.tolist(), "group_ids": group_ids.tolist(), "expected": expected}
+
+
+def main() -> None:
+    """Write both files."""
+    torch.set_default_dtype(torch.float64)  # of the temperatures of SAPO in TRL
+    prime_rl, draw = Path(sys.argv[1]), np.random.default_rng(SEED)
+    versions = [f"{name} {version(name)}" for name in ("verl", "trl", "torch")]
+    source = {"source": ", ".join([*versions, "prime-rl 559b447", "float64"]), "seed": SEED}
+    batches = [make_batch(draw, scale) for scale in (0.3, 1.0)]
+    losses = source | {"batches": batches, "cases": loss_cases(batches)}
+    (FOLDER / "policy_losses_2026.json").write_text(json.dumps(losses) + "\n")
+    cases = source | {"cases": [advantage_case(draw, prime_rl) for _ in range(2)]}
+    (FOLDER / "advantages_2026.json").write_text(json.dumps(cases) + "\n")
+
+
+if __name__ == "__main__":
+    main()
