@@ -158,6 +158,9 @@ class OutputConfig(AnswerFormat):
     effort: Annotated[Any, Refused("ask for it in the prompt")] = None
 
 
+KEEPS_ALL: tuple[dict[str, Any], ...] = ({"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
+
+
 class MessagesRequest(APIRequest):
     """A request of messages."""
 
@@ -181,7 +184,7 @@ class MessagesRequest(APIRequest):
     response_format: OutputConfig | None = Field(None, alias="output_config", description="`format`: JSON of a schema.")
     container: Annotated[Any, OWN_TOOLS] = None
     mcp_servers: Annotated[Any, Refused("give the agent the tools of the server", [])] = None
-    context_management: Annotated[Any, Refused("send the conversation as it shall be read")] = None
+    context_management: Annotated[Any, Refused("send the conversation as it shall be read", *KEEPS_ALL)] = None
 
     @field_validator("messages")
     @classmethod

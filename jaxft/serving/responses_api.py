@@ -182,6 +182,7 @@ class ResponsesRequest(ChatFields):
     max_tokens: Count | None = Field(None, alias="max_output_tokens", description="Limit of sampled tokens.")
     top_k: Natural | None = Field(None, description="Number of most likely tokens to draw from; 0 for all.")
     stream_options: Ignored = Field(None, description="Pads events against those who listen to a network.")
+    client_metadata: Ignored = Field(None, description="Names the session of Codex, for OpenAI's monitoring.")
     access_programs: Ignored = Field(None, description="Access programs concern OpenAI's own models.")
     max_tool_calls: Ignored = Field(None, description="It limits OpenAI's own tools, which do not run here.")
     previous_response_id: Annotated[Any, Refused("responses are not stored: send the whole input")] = None

@@ -162,3 +162,36 @@ def test_other_paths_of_anthropic_have_a_way_out(anthropic_client):
 def test_a_refusal_of_a_server_is_anthropics():
     status, body = anthropic_error(APIError("no", status=403))
     assert (status, body["error"]["type"]) == (403, "permission_error")
+
+
+def test_a_request_of_claude_code_is_read_or_refused_with_a_way_out():
+    """In the form that it has in public recordings: marks of the cache everywhere, thinking kept, tools of its own."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    text = {"type": "text", "text": "a", **mark}
+    used = {"type": "tool_use", "id": "t1", "name": "Bash", "input": {"command": "ls"}, **mark}
+    thought = {"type": "thinking", "thinking": "hm", "signature": "unsigned"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "b", "is_error": False, **mark}
+    sent = {
+        "system": [text, text],
+        "messages": [
+            {"role": "user", "content": [text, text]},
+            {"role": "assistant", "content": [thought, used]},
+            {"role": "user", "content": [result]},
+        ],
+        "tools": [{"name": "Bash", "description": "run", "input_schema": {"type": "object"}}],
+        "metadata": {"user_id": "session_1"},
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"keep": "all", "type": "clear_thinking_20251015"}]},
+        "stream": True,
+    }
+    messages = call(**sent).to_request().messages
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "tool"]
+    assert messages[2]["reasoning_content"] == "hm" and messages[3]["content"] == "b"
+    for name, value, advice in (
+        ("thinking", {"type": "enabled", "budget_tokens": 1024}, "enable_thinking"),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "clear_tool_uses_20250919"),
+        ("output_config", {"effort": "medium"}, r"output_config\.effort"),
+        ("tools", [{"type": "web_search_20250305", "name": "web_search"}], "give a function"),
+    ):
+        with pytest.raises(APIError, match=advice):
+            call(**sent | {name: value})

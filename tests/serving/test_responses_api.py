@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from jaxft.rollout.chat_request import Delta
 from jaxft.serving.responses_api import ResponsesRequest, ResponseWriter, response_json
 from jaxft.serving.schemas import read_request
@@ -79,3 +81,38 @@ def test_an_error_between_events_is_raised_by_the_client():
     data = json.loads(writer.error(APIError("it broke", status=500, kind="server_error")).split(b"data: ")[1])
     assert data["type"] == "error" and data["message"] == data["error"]["message"] == "it broke"
     assert data["sequence_number"] == 5
+
+
+def test_a_request_of_codex_is_read_or_refused_with_a_way_out():
+    """In the form that it has in public recordings, with functions alone."""
+    tool = {"type": "function", "name": "exec_command", "description": "run", "strict": False, "parameters": {}}
+    sent = {
+        "instructions": "i",
+        "input": [
+            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "p"}]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
+            {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+            {"type": "function_call", "name": "exec_command", "arguments": "{}", "call_id": "c1"},
+            {"type": "function_call_output", "call_id": "c1", "output": "o"},
+        ],
+        "tools": [tool],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": None,
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"session_id": "s"},
+    }
+    roles = [message["role"] for message in call(**sent).to_request().messages]
+    assert roles == ["system", "developer", "user", "assistant", "tool"]
+    for name, value, advice in (
+        ("reasoning", {"effort": "medium", "summary": "auto"}, "enable_thinking"),
+        ("text", {"verbosity": "low"}, r"text\.verbosity"),
+        ("tools", [tool, {"type": "web_search"}], r"tools\[1\]\.type"),
+        ("tools", [{"type": "custom", "name": "apply_patch"}], "wanted 'function'"),
+        ("previous_response_id", "r", "send the whole input"),
+    ):
+        with pytest.raises(APIError, match=advice):
+            call(**sent | {name: value})
