@@ -2,17 +2,21 @@
 
 An environment plays its episodes as it does anywhere else: verifiers sets the task up, records the conversation in a
 trace, and scores the trace. The seat of the policy is played by `chat_harness`, a loop in this process that answers
-with the policy and calls the tools of the task. verifiers catches each call of a model at a local address and sends it
-on; `serve_policy` is where it sends it to, and records it in the episode that the trace belongs to.
+with the policy and calls the tools of the task. verifiers' interception server, which keeps the trace, catches each
+call of a model. Its client is `policy_client`, which calls the policy in this process, in the episode of the trace.
 """
 
 import contextlib
 import json
+import pkgutil
+import re
 import sys
 import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from importlib import metadata
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 from jaxft import (
@@ -27,7 +31,7 @@ from jaxft import (
 )
 from jaxft.environments import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig, installed
 from jaxft.errors import one_line
-from jaxft.harness import Limits
+from jaxft.files import disk_errors
 from jaxft.plugins import plugin
 from jaxft.rollout import ENDPOINT, async_transport
 
@@ -40,8 +44,7 @@ async def dataset(config: VerifiersDatasetConfig, builder: Any) -> AsyncIterator
     vf = installed("verifiers.v1")
     name = _taskset_id(config.taskset)
     with _set_up(f"taskset '{name}'"):
-        loaders = installed("verifiers.v1.utils.loaders")
-        taskset = loaders.load_taskset(loaders.taskset_config_type(name).model_validate(config.taskset))
+        taskset = _load_taskset(config.taskset)
         selected = taskset.select(vf.SelectConfig.model_validate(config.select))
         if not selected.bounded:
             raise DatasetError(f"taskset '{name}' never ends: set select, as in `select: {{limit: 100}}`")
@@ -69,15 +72,22 @@ async def workflow(config: VerifiersWorkflowConfig, builder: Any) -> AsyncIterat
             # A request that is repeated, after a lost connection, gets the reply that verifiers has for it already.
             client = installed("openai").AsyncOpenAI(base_url=ENDPOINT, api_key="none", timeout=None, max_retries=2)
             add_harness(vf, await stack.enter_async_context(client))
-            given, seat = with_policy_seat(vf, loaders, {**config.env, "taskset": tasks})
+            if (served := config.env.get("interception", {}).get("type", "server")) != "server":
+                raise ConfigError([f"workflow.env.interception.type: '{served}'; the policy answers at one: server"])
+            server = {"type": "server", **config.env.get("interception", {})}
+            given, seat = with_policy_seat(vf, loaders, {**config.env, "taskset": tasks, "interception": server})
             env = loaders.load_environment(loaders.resolve_env_config(given))
-            episodes: weakref.WeakValueDictionary[str, Episode] = weakref.WeakValueDictionary()
-            base_url = await stack.enter_async_context(serve_policy(llm, episodes))
             await stack.enter_async_context(env.serving())
+            episodes: weakref.WeakValueDictionary[str, Episode] = weakref.WeakValueDictionary()
+            endpoint = vf.EvalClientConfig(base_url=ENDPOINT, api_key_var="JAXFT_NO_KEY")
+            policy = policy_client(llm, episodes, installed("verifiers.v1.clients").EvalClient(endpoint))
+            stack.push_async_callback(policy.close)
+            # The server has a client for each endpoint; the policy's is there before one that connects is made.
+            env._interception.clients[endpoint.model_dump_json()] = policy
         task_type = type(env.taskset).task_type()
         context = vf.ModelContext(
             model=llm.name,
-            client=vf.EvalClientConfig(base_url=base_url, api_key_var="JAXFT_NO_KEY"),
+            client=endpoint,
             sampling=installed("verifiers.v1.types").SamplingConfig(max_tokens=config.max_tokens),
         )
 
@@ -121,6 +131,114 @@ async def reward(
     yield score
 
 
+RUN = Path(__file__).with_name("verifiers_run.yml.template")
+
+
+def write_run(given: dict[str, Any], folder: Path) -> Path:
+    """Write `run.yml`, which trains on an environment that is installed, into a new folder, and return its path.
+
+    A tenth of the tasks, at most 100, is held out.
+
+    Args:
+        given: the taskset, as in a configuration: its id, and its own settings.
+        folder: the folder, which may exist but must hold no `run.yml`.
+
+    Raises:
+        ComponentError: verifiers or the environment is not installed, or cannot be set up.
+        ConfigError: the folder has a `run.yml`, or the environment needs a setting, a sandbox or a further model.
+        DatasetError: the environment has no tasks.
+    """
+    vf, name = installed("verifiers.v1"), _taskset_id(given)
+    if (target := folder / "run.yml").exists():
+        raise ConfigError([f"{folder}: has run.yml already, and nothing is overwritten: take another name"])
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError([f"{folder}: is a file: take another name"])
+    with _set_up(f"environment '{name}'"):
+        loaders = installed("verifiers.v1.utils.loaders")
+        _check_environment(loaders, given)
+        taskset = _load_taskset(given)
+        tasks = list(taskset.select(vf.SelectConfig(limit=None if taskset.bounded else 1000)))
+        if not tasks:
+            raise DatasetError(f"environment '{name}' has no tasks to train on")
+        add_harness(vf, None)
+        env = loaders.resolve_env_config(with_policy_seat(vf, loaders, {"taskset": given})[0])
+        sandboxes = {seat.runtime.type for _, seat in env if isinstance(seat, vf.AgentConfig)} - {"subprocess"}
+        is_contained = type(tasks[0]).NEEDS_CONTAINER or any(task.data.image for task in tasks)
+    if sandboxes or is_contained:
+        raise ConfigError(
+            [
+                f"environment '{name}' runs in a sandbox ({', '.join(sorted(sandboxes)) or 'a container'}), which init "
+                "does not set up: name its runtime in workflow.env (docs/environments.md#verifiers)"
+            ]
+        )
+    held_out = min(len(tasks) // 10, 100)
+    longest = max(len(f"{task.data.system_prompt or ''}{task.data.prompt_text}".encode()) for task in tasks)
+    trained = len(tasks) - held_out
+    train, others = (
+        f"{{_type: verifiers, taskset: {json.dumps(given)}, select: {{{select}}}}}"
+        for select in (f"limit: {trained}", f"skip: {trained}, limit: {held_out}")
+    )
+    text = RUN.read_text("utf-8").format(
+        dataset=train,
+        validation=f"{{interval: 20, dataset: {others}}}" if held_out else "null",
+        context=-(-(longest + 512) // 256) * 256,
+        examples=min(16, trained),
+        name=json.dumps(f"runs/{folder.absolute().name}"),
+    )
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with target.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+    return target
+
+
+def _check_environment(loaders: Any, given: dict[str, Any]) -> None:
+    """Raise unless an environment is installed, of verifiers' present form, and has all the settings that it needs."""
+    name = given["id"]
+    try:
+        module = loaders.import_taskset(name)
+    except ModuleNotFoundError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == _module_name(name):
+            raise ComponentError(
+                f"environment '{name}' is not installed; installed: {', '.join(_environments())}"
+            ) from None
+        raise
+    try:
+        settings = loaders.taskset_config_type(name)
+    except (AttributeError, TypeError):
+        form = "load_environment, the form before verifiers 0.4" if "load_environment" in vars(module) else "none"
+        raise ComponentError(
+            f"'{name}' is no environment of verifiers 0.4: its __all__ names no Taskset (it has {form})"
+        ) from None
+    missing = [key for key, field in settings.model_fields.items() if field.is_required() and key not in given]
+    if missing:
+        example = ", ".join(f"{key}: VALUE" for key in missing)
+        raise ConfigError(
+            [f"environment '{name}' needs {', '.join(missing)}: init --environment '{{id: {name}, {example}}}'"]
+        )
+
+
+def _environments() -> list[str]:
+    """Return the names of all packages that need verifiers, and of verifiers' own tasksets."""
+    needing = {
+        package.name
+        for package in metadata.distributions()
+        if any(re.match(r"verifiers\b(?!.*\bextra\b)", each) for each in package.requires or ())
+    }
+    own = {module.name for module in pkgutil.iter_modules(installed("verifiers.v1.tasksets").__path__)}
+    return sorted(needing | own)
+
+
+def _module_name(taskset: str) -> str:
+    """Return the module of a taskset, whose id may be that of the hub, `owner/name@version`."""
+    return taskset.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def _load_taskset(given: dict[str, Any]) -> Any:
+    loaders = installed("verifiers.v1.utils.loaders")
+    return loaders.load_taskset(loaders.taskset_config_type(given["id"]).model_validate(given))
+
+
 class EpisodeFailed(RuntimeError):
     """An episode that verifiers could not finish; the message has verifiers' own error and its traceback."""
 
@@ -145,6 +263,8 @@ def with_policy_seat(vf: Any, loaders: Any, env: dict[str, Any]) -> tuple[dict[s
         harness = (seat.get("harness") or {}).get("id", own)
         if harness in ("null", HARNESS) or (harness == own == "bash" and "harness" not in seat):
             seat["harness"] = {"id": HARNESS}
+        program = loaders.harness_class((seat.get("harness") or {}).get("id", own))
+        if not program.NEEDS_CONTAINER and not program.EXECUTES_CODE:  # else verifiers' default holds, a remote sandbox
             seat.setdefault("runtime", {"type": "subprocess"})
     played = [name for name, seat in seats.items() if not seat.get("client")]
     if len(played) != 1:
@@ -158,38 +278,27 @@ def with_policy_seat(vf: Any, loaders: Any, env: dict[str, Any]) -> tuple[dict[s
     return {**env, **seats}, played[0]
 
 
-@contextlib.asynccontextmanager
-async def serve_policy(llm: ChatClient, episodes: "weakref.WeakValueDictionary[str, Episode]") -> AsyncIterator[str]:
-    """Serve a language model at an address of this machine's own network, and yield its base URL.
+def policy_client(llm: ChatClient, episodes: "weakref.WeakValueDictionary[str, Episode]", client: Any) -> Any:
+    """Return a client of verifiers that calls a language model of this process, without a connection.
 
     verifiers names in each request the trace that it belongs to. A request that names none of `episodes` is refused.
-    """
-    web, httpx = installed("aiohttp.web"), installed("httpx")
-    make_app = plugin("jaxft.endpoint", "app")
-    app = httpx.AsyncClient(transport=async_transport(httpx, make_app({llm.name: llm})), timeout=None)
 
-    async def forward(request: Any) -> Any:
+    Args:
+        llm: the policy.
+        episodes: the episode of each trace that is being played.
+        client: an `EvalClient` of verifiers, whose connections are replaced.
+    """
+    httpx, make_app = installed("httpx"), plugin("jaxft.endpoint", "app")
+
+    async def name_episode(request: Any) -> None:
         current = episodes.get(request.headers.get("X-Session-ID", ""))
         if current is None:
-            return web.json_response({"error": {"message": "this request belongs to no episode"}}, status=401)
-        path = request.path.removeprefix("/v1")
-        reply = await app.post(f"{current.base_url}{path}", content=await request.read())
-        return web.Response(
-            body=reply.content, status=reply.status_code, content_type=reply.headers["content-type"].partition(";")[0]
-        )
+            raise httpx.RequestError("this request belongs to no episode", request=request)
+        request.url = httpx.URL(f"{current.base_url}{request.url.path.removeprefix('/v1')}")
 
-    server = web.Application(client_max_size=Limits().max_body_bytes)
-    server.router.add_post("/v1/{path:.*}", forward)
-    runner = web.AppRunner(server, access_log=None, handler_cancellation=True)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = runner.addresses[0]
-        yield f"http://{host}:{port}/v1"
-    finally:
-        await runner.cleanup()
-        await app.aclose()
+    transport = async_transport(httpx, make_app({llm.name: llm}))
+    client.client = httpx.AsyncClient(transport=transport, timeout=None, event_hooks={"request": [name_episode]})
+    return client
 
 
 def add_harness(vf: Any, client: Any) -> None:
