@@ -18,6 +18,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,7 @@ PURPOSES = {
     "pydantic-ai": "agents of pydantic-ai",
     "openai-agents": "agents of openai-agents",
     "nat": "`nat finetune` of NeMo Agent Toolkit",
+    "fabric": "Deep Agents, mini-SWE-agent and remote agents, run by NeMo Fabric",
     "llama-index": "agents of LlamaIndex",
     "test": "the tests of a checkout",
     "docs": "the documentation as a site",
@@ -57,8 +59,11 @@ PURPOSES = {
 }
 """Use of each extra, in the order of the table."""
 
-APART = ({"pydantic-ai", "openai-agents"}, {"envs", "llama-index"})
-"""Extras of the one set do not go with those of the other: these need openai 2, those openai 3."""
+APART = (
+    ({"pydantic-ai", "openai-agents"}, {"envs", "llama-index"}),  # those need openai 3, these openai 2
+    ({"fabric"}, {"nat"}),  # mini-SWE-agent and the toolkit need different versions of fsspec
+)
+"""Pairs of sets: extras of the one do not go with those of the other."""
 
 
 class Resolution(NamedTuple):
@@ -119,7 +124,7 @@ def named_packages(extra: str) -> list[str]:
 def groups() -> list[frozenset[str]]:
     """Return the largest sets of extras that are meant to go together."""
     users = frozenset(PURPOSES) - {"test", "dev", "docs"}
-    return [users - apart for apart in APART]
+    return [users - frozenset().union(*left_out) for left_out in product(*APART)]
 
 
 def older_packages(extras: frozenset[str], python: str) -> list[str]:
@@ -145,7 +150,7 @@ def faults_of(python: str) -> list[str]:
             older = [str(error)]
         print(f"{name}: {'; '.join(older) or 'fits'}", flush=True)
         faults += [f"{name}: {each}" for each in older]
-    for pair in [frozenset({one, other}) for one in sorted(APART[0]) for other in sorted(APART[1])]:
+    for pair in [frozenset(pair) for ones, others in APART for pair in product(sorted(ones), sorted(others))]:
         name = f"Python {python}, {','.join(sorted(pair))}"
         try:
             older = older_packages(pair, python)

@@ -46,7 +46,21 @@ ALLOWED = {
 
 UNCOUNTED = ("git", "uname", "fc-list")
 """Programs of a few milliseconds by which a run asks for its commit, its platform and its fonts."""
-MARKED = ("slow", "long", "gpu", "oracle", "aot", "nat", "agents", "envs", "loggers", "browser", "models", "docs")
+MARKED = (
+    "slow",
+    "long",
+    "gpu",
+    "oracle",
+    "aot",
+    "nat",
+    "agents",
+    "envs",
+    "fabric",
+    "loggers",
+    "browser",
+    "models",
+    "docs",
+)
 RATCHET = Path(__file__).parents[1] / "scripts" / "ratchet.json"
 COMPILED, LOADED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 

@@ -46,6 +46,7 @@ ELSEWHERE = {
         "tests/test_agents_elsewhere.py",
         {"bash": 6, "python": 3, "yaml": 3, "javascript": 2},
     ),
+    "docs/nemo-fabric.md": ("tests/test_nemo_fabric.py", {"bash": 3, "python": 1}),
     "docs/extending.md": ("tests/test_examples.py", {"python": 18, "yaml": 2, "toml": 1}),
     "docs/frameworks.md": ("test_the_page_of_the_frameworks_quotes_the_agents", {"python": 6}),
     "AGENTS.md": ("tests/test_packaging.py", {"bash": 1, "python": 1, "yaml": 1, "json": 1}),
