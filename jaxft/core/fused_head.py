@@ -260,14 +260,15 @@ def _gradients(
     of_others = (d_normalizers - d_logprobs) * per_total
     of_chosen = (d_logprobs * mass + d_normalizers * own) * per_total
     scaled = (hidden * of_others[:, None]).astype(hidden.dtype)
-    d_hidden: Any = 0.0
-    d_rows = []
+    d_hiddens, d_rows = list[Any](), []
     for (_, rows), weights in zip(_slices(head, width), kept, strict=True):
-        d_hidden += _product(weights, rows, 1, 0)
+        d_hiddens.append(_product(weights, rows, 1, 0))
         d_rows.append(_product(weights, scaled, 0, 0))
-        scaled, d_hidden, d_rows[-1] = jax.lax.optimization_barrier((scaled, d_hidden, d_rows[-1]))
+        if len(d_hiddens) == 3:  # of which one pass over memory makes a sum
+            d_hiddens = [sum(d_hiddens)]
+        scaled, d_hiddens, d_rows[-1] = jax.lax.optimization_barrier((scaled, d_hiddens, d_rows[-1]))
     d_head = jnp.concatenate(d_rows).at[tokens].add(hidden * of_chosen[:, None])
-    d_hidden = (of_chosen[:, None] * head[tokens] + of_others[:, None] * d_hidden).astype(hidden.dtype)
+    d_hidden = (of_chosen[:, None] * head[tokens] + of_others[:, None] * sum(d_hiddens)).astype(hidden.dtype)
     return d_head.astype(head.dtype), jnp.pad(d_hidden, ((0, len(tables[0]) - capacity), (0, 0)))
 
 

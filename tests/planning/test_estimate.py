@@ -100,10 +100,10 @@ def test_temporaries_of_updates_are_within_a_quarter_of_the_compilers(name):
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in GRADIENTS if CASES[name].get("is_fused") and CASES[name]["target"].endswith("x1")],
+    [name for name in GRADIENTS if CASES[name].get("is_fused") and CASES[name]["target"].startswith("h")],
 )
 def test_temporaries_of_unrolled_layers_and_a_fused_head_are_within_a_twentieth_of_the_compilers(name):
-    """On one device; a fused head on a mesh is estimated up to 17 % too large."""
+    """On GPUs; on TPUs a fused head is estimated a tenth too large."""
     assert update_bytes(**setting(CASES[name])).peak == pytest.approx(CASES[name]["temp_bytes"], rel=0.05)
 
 
