@@ -6,6 +6,7 @@ and answer and the log-probabilities in its `metrics`, of which the training row
 ATIF has no field for is in `extra`: rewards, temperatures, versions of the policy.
 """
 
+import functools
 import itertools
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -265,11 +266,6 @@ class _Step(BaseModel):
     llm_call_count: int | None = None
     is_copied_context: bool | None = None
 
-    @property
-    def is_own(self) -> bool:
-        """True for an answer of a model that no earlier trajectory has."""
-        return self.source == "agent" and not self.is_copied_context and self.llm_call_count != 0
-
 
 class _Agent(BaseModel):
     model_name: str | None = None
@@ -285,13 +281,20 @@ class _Document(BaseModel):
     subagent_trajectories: list["_Part"] | None = None
     extra: Json | None = None
 
-    @property
-    def turns(self) -> list[_Step]:
-        """The steps without a last one of no model, by which NeMo Agent Toolkit repeats what its workflow returned."""
-        last, before = self.steps[-1], self.steps[-2:-1]
-        named = (last.model_name, last.metrics, last.tool_calls, last.llm_call_count)
-        is_repeated = last.source == "agent" and any(each.is_own and each.model_name for each in before)
-        return self.steps[:-1] if is_repeated and not any(named) else self.steps
+    @functools.cached_property
+    def names_models(self) -> bool:
+        """True if each step of a model names it: some repeat the agent's model, which a step without a name has else.
+
+        NeMo Agent Toolkit names them; its steps without a name are a tool's, or what its workflow returned.
+        """
+        return any(
+            step.model_name and step.model_name == (self.agent.model_name or step.model_name) for step in self.steps
+        )
+
+    def is_answer(self, step: _Step) -> bool:
+        """Return whether a step is an answer of a model that no earlier trajectory has."""
+        has_model = step.model_name or step.metrics or step.llm_call_count or not self.names_models
+        return bool(step.source == "agent" and not step.is_copied_context and step.llm_call_count != 0 and has_model)
 
     def parts(self) -> "Iterator[_Document]":
         """Yield this trajectory and those of its subagents."""
@@ -309,7 +312,9 @@ def _rows(document: _Document) -> list[Json]:
     extra = document.extra or {}
     reward = extra.get("reward") if extra.get("scorable", True) else None
     by_row: dict[int, list[Call]] = {}  # a row may have more than a prefix in common: calls that nobody trains
-    answers = ((part, number) for part in document.parts() for number, step in enumerate(part.steps) if step.is_own)
+    answers = (
+        (part, number) for part in document.parts() for number, step in enumerate(part.steps) if part.is_answer(step)
+    )
     for index, (part, number) in enumerate(answers):
         step = part.steps[number]
         if step.metrics and step.metrics.prompt_token_ids and step.metrics.completion_token_ids:
@@ -321,7 +326,7 @@ def _rows(document: _Document) -> list[Json]:
         return [{"messages": _messages(document), "reward": reward, "token_sequences": sequences}]
     rows = []
     for part in document.parts():
-        if any(step.is_own for step in part.steps):
+        if any(map(part.is_answer, part.steps)):
             rows.append({"messages": _messages(part), "tools": part.agent.tool_definitions or [], "reward": reward})
     if not rows:
         raise ValueError("steps: no model has answered in any of them, so there is nothing to train on")
@@ -374,11 +379,11 @@ def _call(metrics: _Metrics, extra: _MetricsExtra, model: str | None, index: int
 def _messages(part: _Document) -> list[Json]:
     """Return the steps as messages up to the last answer of a model; an answer of none has the weight 0."""
     messages: list[Json] = []
-    for number, step in enumerate(part.turns):
+    for number, step in enumerate(part.steps):
         place = f"steps.{number}"
         message: Json = {"role": SOURCES[step.source], "content": _text(step.message, f"{place}.message")}
         if step.source == "agent":
-            message |= {} if step.is_own else {"weight": 0}
+            message |= {} if part.is_answer(step) else {"weight": 0}
             message |= {"reasoning_content": step.reasoning_content} if step.reasoning_content else {}
             message |= {"tool_calls": [_as_call(call) for call in step.tool_calls]} if step.tool_calls else {}
         messages.append(message)

@@ -160,6 +160,16 @@ def test_a_last_step_of_no_model_is_no_answer(tmp_path, last):
     assert row["messages"] == [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
 
 
+def test_a_step_without_a_model_has_the_agents_unless_the_writer_repeats_that(tmp_path):
+    named, final = ANSWER | {"model_name": "small"}, {"source": "agent", "message": "final"}
+    steps = [ASKED, named, ASKED, final]
+    (inherited,) = written(tmp_path, {"agent": {"model_name": "big"}, "steps": steps})
+    assert [message["content"] for message in inherited["messages"]][1::2] == ["2", "final"]
+    tool = {"source": "agent", "message": "", "tool_calls": [CALL]}
+    (repeated,) = written(tmp_path, {"agent": {"model_name": "small"}, "steps": [ASKED, named, tool, final]})
+    assert [message["content"] for message in repeated["messages"]] == ["1 + 1?", "2"]
+
+
 def answered(**metrics):
     return {"steps": [ASKED, ANSWER | {"metrics": IDS | metrics}]}
 
