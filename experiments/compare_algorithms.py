@@ -22,10 +22,11 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from jaxft.losses import PRESETS
 from jaxft.report.intervals import mean_interval
+from jaxft.training.config import AdvantageName
 
 HERE = Path(__file__).parent
 
@@ -66,6 +67,8 @@ def loss_of(name: str) -> dict[str, Any]:
     loss, _, advantages = name.partition("+")
     if loss not in PRESETS:
         loss, advantages = "dapo", name
+    if name not in ALGORITHMS and advantages not in ("", *get_args(AdvantageName)):
+        raise SystemExit(f"{name!r}: {advantages!r} is neither a loss nor an estimator of advantages")
     return ALGORITHMS.get(name) or {"name": loss} | ({"advantages": advantages} if advantages else {})
 
 

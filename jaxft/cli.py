@@ -148,6 +148,8 @@ def _init(parsed: argparse.Namespace, given: Given) -> int:
         elif parsed.environment is not None:
             write_run = pkgutil.resolve_name("jaxft.environments.verifiers:write_run")
             taskset = parse_yaml(parsed.environment, "--environment")
+            if not isinstance(taskset, str | dict):
+                raise ConfigError([f"--environment: is {parsed.environment!r}; wanted a name or '{{id: NAME, ...}}'"])
             files = write_run(taskset if isinstance(taskset, dict) else {"id": taskset}, parsed.folder).name
         else:
             files = ", ".join(path.name for path in write_agent(parsed.folder))

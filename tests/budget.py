@@ -9,6 +9,7 @@ counted as processes.
 import json
 import os
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -46,22 +47,10 @@ ALLOWED = {
 
 UNCOUNTED = ("git", "uname", "fc-list")
 """Programs of a few milliseconds by which a run asks for its commit, its platform and its fonts."""
-MARKED = (
-    "slow",
-    "long",
-    "gpu",
-    "oracle",
-    "aot",
-    "nat",
-    "agents",
-    "envs",
-    "fabric",
-    "loggers",
-    "browser",
-    "models",
-    "docs",
-)
-RATCHET = Path(__file__).parents[1] / "scripts" / "ratchet.json"
+ROOT = Path(__file__).parents[1]
+MARKERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
+MARKED = [marker.partition(":")[0] for marker in MARKERS]
+RATCHET = ROOT / "scripts" / "ratchet.json"
 COMPILED, LOADED = "/jax/core/compile/backend_compile_duration", "/jax/compilation_cache/cache_hits"
 
 suite, shared = Counter(), Counter()

@@ -40,7 +40,7 @@ def test_each_harness_trains_for_an_epoch(name, tmp_path):
     (command,) = [command for command in COMMANDS if f"--config-file {name}" in command]
     program = Path(sys.executable).with_name("jaxft")
     options = ["--set", "finetuning.num_epochs=1", "--set", "finetuning.output_dir=run"]
-    subprocess.run([program, *command.split()[1:], *options], check=True, cwd=tmp_path)
+    subprocess.run([program, *command.split()[1:], *options], check=True, cwd=tmp_path, timeout=600)
     (epoch,) = map(json.loads, (tmp_path / "run" / "training_metrics.jsonl").read_text().splitlines())
     turns = 3 if name == "mini_swe_agent.yml" else 1
     assert (epoch["episodes"], epoch["calls"], epoch["applied_updates"]) == (32, 32 * turns, 1)
@@ -55,7 +55,7 @@ def test_a_module_that_cannot_be_preloaded_ends_the_run_at_once(tmp_path):
     )
     for modules, said in (("no_such_module", "no_such_module"), ("threads", "started threads")):
         program = f"from warm_python import warm_python\nwith warm_python(['{modules}']): pass"
-        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.returncode != 0 and said in done.stderr
 
 
@@ -65,6 +65,7 @@ def test_a_forked_adapter_is_a_process_like_any_other(tmp_path):
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
     (tmp_path / "child.py").write_text(
         "import os, sys\n"
+        "if __name__ != '__main__':\n    print('hello')\n"  # once, and no adapter may repeat it
         "def main():\n"
         "    print(sys.argv[1:], os.getcwd(), os.environ['A'], sys.stdin.readline(), os.getpid(), flush=True)\n"
         "    sys.stdin.read()\n"
@@ -88,6 +89,7 @@ def test_a_forked_adapter_is_a_process_like_any_other(tmp_path):
         "        while Path('/proc', number).exists():\n"
         "            time.sleep(0.01)\n"
     )
-    done = subprocess.run([sys.executable, "parent.py"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    command = [sys.executable, "parent.py"]
+    done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60)
     first, code, second, killed = done.stdout.splitlines()
     assert first.startswith("['x'] / b line") and second.startswith("['x'] / b line") and (code, killed) == ("3", "-9")

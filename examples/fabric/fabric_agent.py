@@ -53,4 +53,4 @@ def at_address(agent: dict[str, Any], model: str, base_url: str) -> dict[str, An
         harness = harness | {"settings": harness.get("settings", {}) | {"base_url": base_url}}
     else:
         asked["base_url"] = base_url
-    return agent | {"harness": harness, "models": {"default": asked}}
+    return agent | {"harness": harness, "models": agent.get("models", {}) | {"default": asked}}

@@ -1,7 +1,8 @@
 """A Python that has imported an adapter already: an episode forks it instead of importing for seconds.
 
 NeMo Fabric starts an adapter as `$ADAPTER_PYTHON -m MODULE`. Here ADAPTER_PYTHON is a script that hands its arguments,
-environment, folder and standard streams to a server, and waits; the server forks, and the child is the adapter.
+environment, folder and standard streams to a server, and waits; the server forks, and the child is the adapter. It is
+for Linux. A child has the modules, and the search path, that the server had; functions of `atexit` do not run in it.
 """
 
 import gc
@@ -44,7 +45,10 @@ def warm_python(modules: Sequence[str]) -> Iterator[None]:
         client.write_text(CLIENT.format(python=sys.executable, address=address))
         client.chmod(0o700)
         server = subprocess.Popen(
-            [sys.executable, __file__, address, *modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, __file__, address, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the run, whose end ends the server
         )
         try:
             if server.stdout.readline() != b"ready\n":
@@ -64,6 +68,7 @@ def serve(address: str, modules: Sequence[str]) -> None:
     os.dup2(2, 1)  # some modules greet
     for module in modules:
         import_module(module)
+    sys.stdout.flush()  # what stands in its buffer, each child would write
     gc.freeze()  # so that a collection in a child copies no pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     listener = socket.socket(socket.AF_UNIX)
@@ -101,13 +106,15 @@ def adapter(connection: socket.socket) -> None:
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
         with suppress(OSError):
             sys.stdout.flush()
-            connection.sendall(bytes([code]))
-        os._exit(code)
+            connection.sendall(bytes([code & 0xFF]))
+        os._exit(code & 0xFF)
 
 
 if __name__ == "__main__":

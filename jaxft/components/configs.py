@@ -102,8 +102,8 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         default="auto",
         description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
         "products with weights and attention. projections: all but attention and its projections. attention: all but "
-        "attention. full: whole layers. least: also logits, layer after layer in a loop. auto: the first of these, on "
-        "TPUs from dots on, whose compiled update fits the device's memory; dots on CPUs.",
+        "attention. full: whole layers. least: whole layers and logits, with the layers in a loop. auto: the first of "
+        "these, on TPUs from dots on, whose compiled update fits the device's memory; dots on CPUs.",
     )
     mesh: MeshConfig | None = Field(
         default=None, description="Devices that share the model, rows and requests; null: the first device."

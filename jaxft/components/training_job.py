@@ -112,7 +112,6 @@ def outcome(metrics: dict[str, float]) -> str:
         return f"loss, gradient or new parameters were not finite; {effect}"
     if metrics["nothing_to_learn"] and not metrics["applied_updates"]:
         is_without_signal = metrics.get("groups") == metrics.get("no_signal_groups", -1)
-        equal = "the rewards of each group are equal, or have no single best (pass_at_k) or no mean above 0 (max_rl)"
-        why = f", as every advantage is 0: {equal}" if is_without_signal else ""
+        why = ", as every advantage is 0: the rewards of each group are equal" if is_without_signal else ""
         return f"nothing to learn: the gradient is exactly zero{why}; {STAY}"
     return "updated"

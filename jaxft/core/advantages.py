@@ -125,8 +125,8 @@ def batch_advantages(rewards: Rewards, group_ids: GroupIds, *, eps: float = 1e-4
 def max_rl_advantages(rewards: Rewards, group_ids: GroupIds) -> Advantages:
     """`(R - mean_g) / mean_g`; 0 where `mean_g <= 0` (MaxRL, arXiv 2602.02710, algorithm 1).
 
-    With rewards of 0 and 1 its expected gradient is that of the log-likelihood of success, truncated at the order of
-    the group's size: an example that succeeds in one of `G` weighs as much as one that always does.
+    With rewards of 0 and 1 its expected gradient is that of the log-likelihood of success, truncated at order `G - 1`
+    for groups of `G`: the rarer the successes, the more each weighs.
 
     >>> print(max_rl_advantages([1.0, 0.0, 0.0, 0.0, 0.0, -1.0], [7, 7, 7, 7, 8, 8]))  # mean 1/4; mean -1/2
     [ 3. -1. -1. -1.  0.  0.]

@@ -264,7 +264,7 @@ def _gradients(
     for (_, rows), weights in zip(_slices(head, width), kept, strict=True):
         d_hiddens.append(_product(weights, rows, 1, 0))
         d_rows.append(_product(weights, scaled, 0, 0))
-        if len(d_hiddens) == 3:  # of which one pass over memory makes a sum
+        if len(d_hiddens) == 3:  # one pass over memory adds all three
             d_hiddens = [sum(d_hiddens)]
         scaled, d_hiddens, d_rows[-1] = jax.lax.optimization_barrier((scaled, d_hiddens, d_rows[-1]))
     d_head = jnp.concatenate(d_rows).at[tokens].add(hidden * of_chosen[:, None])

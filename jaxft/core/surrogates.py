@@ -16,7 +16,7 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this before `exp`: in float32 a log-ratio of 100 is a NaN gradient, even under a clip."""
 
 MAX_WEIGHT = 20.0
-"""Largest ratio that weights a token of DPPO, as in verl (arXiv 2602.04879 sec. 5.4)."""
+"""Largest ratio that weights a token of DPPO: verl's, unless its `clip_ratio_c` is set (arXiv 2602.04879 sec. 5.4)."""
 
 
 class SurrogateInputs(NamedTuple):
@@ -104,7 +104,7 @@ def _masked_by_divergence(given: SurrogateInputs, kind: str) -> tuple[Bool[Array
     """Return masks of the tokens that fell, and rose, beyond their bound in the direction of their advantage."""
     new, old = (jax.lax.stop_gradient(jnp.where(given.mask, x, 0.0)) for x in (given.logprobs, given.old_logprobs))
     moved = binary_divergence(new, old, kind=kind)
-    return (moved < -given.clip_low) & (given.advantages <= 0), (moved > given.clip_high) & (given.advantages > 0)
+    return (moved < -given.clip_low) & (given.advantages < 0), (moved > given.clip_high) & (given.advantages > 0)
 
 
 def _weighted_logprobs(given: SurrogateInputs, weight: Float[Array, "B #T"]) -> Float[Array, "B T"]:

@@ -175,7 +175,7 @@ def write_run(given: dict[str, Any], folder: Path) -> Path:
     longest = max(len(f"{task.data.system_prompt or ''}{task.data.prompt_text}".encode()) for task in tasks)
     trained = len(tasks) - held_out
     train, others = (
-        f"{{_type: verifiers, taskset: {json.dumps(given)}, select: {{{select}}}}}"
+        f"{{_type: verifiers, taskset: {json.dumps(given, ensure_ascii=False)}, select: {{{select}}}}}"
         for select in (f"limit: {trained}", f"skip: {trained}, limit: {held_out}")
     )
     text = RUN.read_text("utf-8").format(
@@ -183,7 +183,7 @@ def write_run(given: dict[str, Any], folder: Path) -> Path:
         validation=f"{{interval: 20, dataset: {others}}}" if held_out else "null",
         context=-(-(longest + 512) // 256) * 256,
         examples=min(16, trained),
-        name=json.dumps(f"runs/{folder.absolute().name}"),
+        name=json.dumps(f"runs/{folder.absolute().name}", ensure_ascii=False),
     )
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -277,9 +277,10 @@ def compute_advantages(
         telling = credit.group_ids[trajectories[mask & (computed["advantages"] != 0)]]
         metrics["no_signal_groups"] = np.unique(credit.group_ids).size - np.unique(telling).size
     if loss.estimator == "max_rl":
-        returns = np.nan_to_num(_rewards_to_go(credit, loss)[:, 0])
-        sums, sizes = (np.bincount(credit.group_ids, each) for each in (returns, np.abs(returns)))
-        metrics["nonpositive_mean_groups"] = int(np.sum(sums <= EQUAL_REWARDS * sizes))
+        returns = _rewards_to_go(credit, loss)[:, 0]
+        known = ~np.isnan(returns), np.nan_to_num(returns), np.abs(np.nan_to_num(returns))
+        counts, sums, sizes = (np.bincount(credit.group_ids, each) for each in known)
+        metrics["nonpositive_mean_groups"] = int(np.sum((counts > 1) & (sums <= EQUAL_REWARDS * sizes)))
     tables: dict[str, Any] = {}
     for name, values in computed.items():
         tables[name] = np.zeros(job.turns.shape, np.float32)

@@ -86,7 +86,7 @@ def test_one_that_is_killed_or_stopped_ends_the_other_with_its_name(ended, numbe
     monkeypatch.delenv(start.QUIET, raising=False)  # which jax sets in this process
     assert launching.launch([sys.executable, "-c", PROGRAM, f"{number} {ended}"], 2) in (7, 137)
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith(f"[{1 - ended}] ")]
-    # A loss may be heard of before the other has said all of its own; and no trace of C++ stands there.
+    # The survivor may report the loss before it has printed its own lines; a trace of C++ would be one more line.
     own = (f"[{1 - ended}] joined ", f"[{1 - ended}] coordinator ")
     assert [line for line in said if not line.startswith(own)] == [f"[{1 - ended}] process {ended} has gone"]
 
