@@ -26,7 +26,7 @@ from verl.trainer.ppo import core_algos
 from verl.workers.config import ActorConfig
 
 FOLDER = Path(__file__).parents[1] / "tests" / "data" / "oracles"
-OF_VERL = {"dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "sapo": "sapo", "gmpo": "geo_mean"}
+VERL_NAMES = {"dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "sapo": "sapo", "gmpo": "geo_mean"}
 CLIPS = {"dppo_tv": (0.2, 0.15), "dppo_kl": (0.05, 0.03), "sapo": (0.2, 0.2), "gmpo": (0.4, 0.3)}
 SEED = 17
 
@@ -61,7 +61,7 @@ def of_verl(name: str, batch: SimpleNamespace, clips: tuple[float, float]) -> to
     )  # fmt: skip
     advantages = batch.advantages[:, None].expand_as(batch.logprobs)
     given = batch.old_logprobs, batch.logprobs, advantages, batch.completion_mask
-    return core_algos.get_policy_loss_fn(OF_VERL[name])(*given, loss_agg_mode="token-mean", config=config)[0]
+    return core_algos.get_policy_loss_fn(VERL_NAMES[name])(*given, loss_agg_mode="token-mean", config=config)[0]
 
 
 def of_trl(name: str, batch: SimpleNamespace, clips: tuple[float, float], beta: float) -> torch.Tensor:
@@ -92,7 +92,7 @@ def loss_cases(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return values and gradients of every loss on every batch."""
     cases = []
     for index, batch in enumerate(batches):
-        for name in OF_VERL:
+        for name in VERL_NAMES:
             for by, beta in (("verl", 0.0), ("trl", 0.0), ("trl", 0.1)):
                 if by == "trl" and name not in ("sapo", "gmpo"):
                     continue

@@ -153,8 +153,8 @@ def policy_loss(
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
 
     tables = ratio, log_ratio, logprobs, old_logprobs, per_token_advantages, mask
-    given, surrogate = SurrogateInputs(*tables, clip_low, clip_high, delta), SURROGATES[preset.surrogate]
-    policy_term = surrogate.loss(given)
+    inputs, surrogate = SurrogateInputs(*tables, clip_low, clip_high, delta), SURROGATES[preset.surrogate]
+    policy_term = surrogate.loss(inputs)
     if policy_weights is not None:
         policy_term = jax.lax.stop_gradient(jnp.where(mask, policy_weights, 0.0)) * policy_term
 
@@ -172,7 +172,7 @@ def policy_loss(
         value = value + beta * reduced(kl_penalty(kl, rho, log_ratio, undetached_ratio))
         metrics["kl"] = token_mean(k3(rho), mask, denominators)
         metrics["kl_clamped_fraction"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
-    outside_low, outside_high = surrogate.clipped(given)
+    outside_low, outside_high = surrogate.clipped(inputs)
     metrics |= {
         "clip_low_fraction": token_mean(outside_low, mask, denominators),
         "clip_high_fraction": token_mean(outside_high, mask, denominators),

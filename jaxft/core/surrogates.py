@@ -100,35 +100,35 @@ def binary_divergence(
     return jnp.sign(new - old) * (old * (old_logprobs - logprobs) + (1.0 - old) * others)
 
 
-def _masked_by_divergence(given: SurrogateInputs, kind: str) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+def _masked_by_divergence(inputs: SurrogateInputs, kind: str) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
     """Return masks of the tokens that fell, and rose, beyond their bound in the direction of their advantage."""
-    new, old = (jax.lax.stop_gradient(jnp.where(given.mask, x, 0.0)) for x in (given.logprobs, given.old_logprobs))
+    new, old = (jax.lax.stop_gradient(jnp.where(inputs.mask, x, 0.0)) for x in (inputs.logprobs, inputs.old_logprobs))
     moved = binary_divergence(new, old, kind=kind)
-    return (moved < -given.clip_low) & (given.advantages < 0), (moved > given.clip_high) & (given.advantages > 0)
+    return (moved < -inputs.clip_low) & (inputs.advantages < 0), (moved > inputs.clip_high) & (inputs.advantages > 0)
 
 
-def _weighted_logprobs(given: SurrogateInputs, weight: Float[Array, "B #T"]) -> Float[Array, "B T"]:
+def _weighted_logprobs(inputs: SurrogateInputs, weight: Float[Array, "B #T"]) -> Float[Array, "B T"]:
     weight = jax.lax.stop_gradient(weight)
-    return -weight * given.advantages * jnp.where(given.mask, given.logprobs, 0.0)
+    return -weight * inputs.advantages * jnp.where(inputs.mask, inputs.logprobs, 0.0)
 
 
-def _divergence_masked(given: SurrogateInputs, kind: str) -> Float[Array, "B T"]:
-    low, high = _masked_by_divergence(given, kind)
-    return _weighted_logprobs(given, jnp.where(low | high, 0.0, jnp.minimum(given.ratio, MAX_WEIGHT)))
+def _divergence_masked(inputs: SurrogateInputs, kind: str) -> Float[Array, "B T"]:
+    low, high = _masked_by_divergence(inputs, kind)
+    return _weighted_logprobs(inputs, jnp.where(low | high, 0.0, jnp.minimum(inputs.ratio, MAX_WEIGHT)))
 
 
-def _outside_clip(given: SurrogateInputs) -> tuple[Bool[Array, "B #T"], Bool[Array, "B #T"]]:
-    ratio, advantages = given.ratio, given.advantages
-    return (ratio < 1.0 - given.clip_low) & (advantages < 0), (ratio > 1.0 + given.clip_high) & (advantages > 0)
+def _outside_clip(inputs: SurrogateInputs) -> tuple[Bool[Array, "B #T"], Bool[Array, "B #T"]]:
+    ratio, advantages = inputs.ratio, inputs.advantages
+    return (ratio < 1.0 - inputs.clip_low) & (advantages < 0), (ratio > 1.0 + inputs.clip_high) & (advantages > 0)
 
 
-def _outside_log_clip(given: SurrogateInputs) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
-    log_ratio, advantages = given.log_ratio, given.advantages
-    return (log_ratio < -given.clip_low) & (advantages < 0), (log_ratio > given.clip_high) & (advantages > 0)
+def _outside_log_clip(inputs: SurrogateInputs) -> tuple[Bool[Array, "B T"], Bool[Array, "B T"]]:
+    log_ratio, advantages = inputs.log_ratio, inputs.advantages
+    return (log_ratio < -inputs.clip_low) & (advantages < 0), (log_ratio > inputs.clip_high) & (advantages > 0)
 
 
-def _outside_nothing(given: SurrogateInputs) -> tuple[Bool[Array, "B #T"], Bool[Array, "B #T"]]:
-    return jnp.zeros_like(given.ratio, bool), jnp.zeros_like(given.ratio, bool)
+def _outside_nothing(inputs: SurrogateInputs) -> tuple[Bool[Array, "B #T"], Bool[Array, "B #T"]]:
+    return jnp.zeros_like(inputs.ratio, bool), jnp.zeros_like(inputs.ratio, bool)
 
 
 class Surrogate(NamedTuple):
@@ -140,19 +140,21 @@ class Surrogate(NamedTuple):
 
 SURROGATES: Mapping[str, Surrogate] = {
     "clip": Surrogate(
-        lambda given: clipped_surrogate(given.ratio, given.advantages, given.clip_low, given.clip_high, given.delta),
+        lambda inputs: clipped_surrogate(
+            inputs.ratio, inputs.advantages, inputs.clip_low, inputs.clip_high, inputs.delta
+        ),
         _outside_clip,
     ),
     "cap": Surrogate(
-        lambda given: _weighted_logprobs(given, jnp.minimum(given.ratio, given.clip_high)),
-        lambda given: (jnp.zeros_like(given.ratio, bool), given.ratio > given.clip_high),
+        lambda inputs: _weighted_logprobs(inputs, jnp.minimum(inputs.ratio, inputs.clip_high)),
+        lambda inputs: (jnp.zeros_like(inputs.ratio, bool), inputs.ratio > inputs.clip_high),
     ),
     "reinforce": Surrogate(
-        lambda given: -given.advantages * jnp.where(given.mask, given.logprobs, 0.0), _outside_nothing
+        lambda inputs: -inputs.advantages * jnp.where(inputs.mask, inputs.logprobs, 0.0), _outside_nothing
     ),
     "mask_tv": Surrogate(partial(_divergence_masked, kind="tv"), partial(_masked_by_divergence, kind="tv")),
     "mask_kl": Surrogate(partial(_divergence_masked, kind="kl"), partial(_masked_by_divergence, kind="kl")),
-    "gate": Surrogate(lambda given: gated_surrogate(given.ratio, given.advantages), _outside_nothing),
-    "geometric": Surrogate(lambda given: -given.ratio * given.advantages, _outside_log_clip),
+    "gate": Surrogate(lambda inputs: gated_surrogate(inputs.ratio, inputs.advantages), _outside_nothing),
+    "geometric": Surrogate(lambda inputs: -inputs.ratio * inputs.advantages, _outside_log_clip),
 }
 """The surrogates by name. `geometric` takes the mean of log-ratios that `one_sided_clip` has clipped."""

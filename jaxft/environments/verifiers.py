@@ -134,13 +134,13 @@ async def reward(
 RUN = Path(__file__).with_name("verifiers_run.yml.template")
 
 
-def write_run(given: dict[str, Any], folder: Path) -> Path:
+def write_run(taskset: dict[str, Any], folder: Path) -> Path:
     """Write `run.yml`, which trains on an environment that is installed, into a new folder, and return its path.
 
     A tenth of the tasks, at most 100, is held out.
 
     Args:
-        given: the taskset, as in a configuration: its id, and its own settings.
+        taskset: the taskset, as in a configuration: its id, and its own settings.
         folder: the folder, which may exist but must hold no `run.yml`.
 
     Raises:
@@ -148,20 +148,20 @@ def write_run(given: dict[str, Any], folder: Path) -> Path:
         ConfigError: the folder has a `run.yml`, or the environment needs a setting, a sandbox or a further model.
         DatasetError: the environment has no tasks.
     """
-    vf, name = installed("verifiers.v1"), _taskset_id(given)
+    vf, name = installed("verifiers.v1"), _taskset_id(taskset)
     if (target := folder / "run.yml").exists():
         raise ConfigError([f"{folder}: has run.yml already, and nothing is overwritten: take another name"])
     if folder.exists() and not folder.is_dir():
         raise ConfigError([f"{folder}: is a file: take another name"])
     with _set_up(f"environment '{name}'"):
         loaders = installed("verifiers.v1.utils.loaders")
-        _check_environment(loaders, given)
-        taskset = _load_taskset(given)
-        tasks = list(taskset.select(vf.SelectConfig(limit=None if taskset.bounded else 1000)))
+        _check_environment(loaders, taskset)
+        loaded = _load_taskset(taskset)
+        tasks = list(loaded.select(vf.SelectConfig(limit=None if loaded.bounded else 1000)))
         if not tasks:
             raise DatasetError(f"environment '{name}' has no tasks to train on")
         add_harness(vf, None)
-        env = loaders.resolve_env_config(with_policy_seat(vf, loaders, {"taskset": given})[0])
+        env = loaders.resolve_env_config(with_policy_seat(vf, loaders, {"taskset": taskset})[0])
         sandboxes = {seat.runtime.type for _, seat in env if isinstance(seat, vf.AgentConfig)} - {"subprocess"}
         is_contained = type(tasks[0]).NEEDS_CONTAINER or any(task.data.image for task in tasks)
     if sandboxes or is_contained:
@@ -175,7 +175,7 @@ def write_run(given: dict[str, Any], folder: Path) -> Path:
     longest = max(len(f"{task.data.system_prompt or ''}{task.data.prompt_text}".encode()) for task in tasks)
     trained = len(tasks) - held_out
     train, others = (
-        f"{{_type: verifiers, taskset: {json.dumps(given, ensure_ascii=False)}, select: {{{select}}}}}"
+        f"{{_type: verifiers, taskset: {json.dumps(taskset, ensure_ascii=False)}, select: {{{select}}}}}"
         for select in (f"limit: {trained}", f"skip: {trained}, limit: {held_out}")
     )
     text = RUN.read_text("utf-8").format(
@@ -192,9 +192,9 @@ def write_run(given: dict[str, Any], folder: Path) -> Path:
     return target
 
 
-def _check_environment(loaders: Any, given: dict[str, Any]) -> None:
+def _check_environment(loaders: Any, taskset: dict[str, Any]) -> None:
     """Raise unless an environment is installed, of verifiers' present form, and has all the settings that it needs."""
-    name = given["id"]
+    name = taskset["id"]
     try:
         module = loaders.import_taskset(name)
     except ModuleNotFoundError as error:
@@ -210,7 +210,7 @@ def _check_environment(loaders: Any, given: dict[str, Any]) -> None:
         raise ComponentError(
             f"'{name}' is no environment of verifiers 0.4: its __all__ names no Taskset (it has {form})"
         ) from None
-    missing = [key for key, field in settings.model_fields.items() if field.is_required() and key not in given]
+    missing = [key for key, field in settings.model_fields.items() if field.is_required() and key not in taskset]
     if missing:
         example = ", ".join(f"{key}: VALUE" for key in missing)
         raise ConfigError(
@@ -229,14 +229,14 @@ def _environments() -> list[str]:
     return sorted(needing | own)
 
 
-def _module_name(taskset: str) -> str:
+def _module_name(name: str) -> str:
     """Return the module of a taskset, whose id may be that of the hub, `owner/name@version`."""
-    return taskset.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
-def _load_taskset(given: dict[str, Any]) -> Any:
+def _load_taskset(taskset: dict[str, Any]) -> Any:
     loaders = installed("verifiers.v1.utils.loaders")
-    return loaders.load_taskset(loaders.taskset_config_type(given["id"]).model_validate(given))
+    return loaders.load_taskset(loaders.taskset_config_type(taskset["id"]).model_validate(taskset))
 
 
 class EpisodeFailed(RuntimeError):

@@ -283,9 +283,10 @@ class _Document(BaseModel):
 
     @functools.cached_property
     def names_models(self) -> bool:
-        """True if each step of a model names it: some repeat the agent's model, which a step without a name has else.
+        """Whether the writer names the model of every answer, so that a step without a name has no model.
 
-        NeMo Agent Toolkit names them; its steps without a name are a tool's, or what its workflow returned.
+        So it is where a step repeats the name of the agent's own model, as NeMo Agent Toolkit's do: its steps without a
+        name are a tool's, or what its workflow returned. Else a step without a name is of the agent's model.
         """
         return any(
             step.model_name and step.model_name == (self.agent.model_name or step.model_name) for step in self.steps

@@ -206,8 +206,8 @@ def _usage(asked: CompletionFields, reply: Reply) -> dict[str, Any]:
     counts = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
     if not (isinstance(asked, ChatCompletionRequest) and asked.has_token_ids and len(reply.choices) == 1):
         return counts
-    names = {"prompt_token_ids": reply.prompt_ids, "completion_token_ids": reply.token_ids, "logprobs": reply.logprobs}
-    return counts | names
+    tokens = {"prompt_token_ids": reply.prompt_ids, "completion_token_ids": reply.token_ids, "logprobs": reply.logprobs}
+    return counts | tokens
 
 
 def _token_ids(asked: ChatCompletionRequest, choice: Reply) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from jaxft.core.advantages import (
 
 ORACLES = Path(__file__).parents[1] / "data" / "oracles"
 VECTORS = json.loads((ORACLES / "advantages.json").read_text())["cases"]
-OF_2026 = json.loads((ORACLES / "advantages_2026.json").read_text())["cases"]
+VECTORS_2026 = json.loads((ORACLES / "advantages_2026.json").read_text())["cases"]
 GROUP_ESTIMATORS = [
     group_advantages,
     group_mean_advantages,
@@ -80,7 +80,7 @@ def one_group_at_a_time(estimator, rewards, group_ids, eps=1e-4):
     return result
 
 
-@pytest.mark.parametrize("case", [*VECTORS, *OF_2026], ids=["case0", "case1", "case2", "case3"])
+@pytest.mark.parametrize("case", [*VECTORS, *VECTORS_2026], ids=["case0", "case1", "case2", "case3"])
 def test_published_numbers(case):
     names = [each for each in case["expected"] if each in ("group_eps_1e-6", *ESTIMATORS)]
 

@@ -17,7 +17,7 @@ from jaxft.core.types import Batch, Denominators
 
 ORACLES = Path(__file__).parents[1] / "data" / "oracles"
 VECTORS = json.loads((ORACLES / "policy_losses.json").read_text())
-OF_2026 = json.loads((ORACLES / "policy_losses_2026.json").read_text())
+VECTORS_2026 = json.loads((ORACLES / "policy_losses_2026.json").read_text())
 ARRAYS = ("logprobs", "old_logprobs", "advantages", "completion_mask", "ref_logprobs")
 SHAPE = (8, 12)
 """Every example is padded to this, or most of the time would go into compiling each loss for each shape."""
@@ -105,13 +105,13 @@ YEARS = ["before_2026", "2026"]
 
 
 # verl adds 1e-8 to what it divides by.
-@pytest.mark.parametrize(("vectors", "count", "tolerance"), [(VECTORS, 84, 1e-10), (OF_2026, 16, 1e-8)], ids=YEARS)
+@pytest.mark.parametrize(("vectors", "count", "tolerance"), [(VECTORS, 84, 1e-10), (VECTORS_2026, 16, 1e-8)], ids=YEARS)
 def test_published_values_and_gradients_in_float64(vectors, count, tolerance):
     with jax.enable_x64(True):
         check_vectors(vectors, count, np.float64, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("vectors", "count"), [(VECTORS, 84), (OF_2026, 16)], ids=YEARS)
+@pytest.mark.parametrize(("vectors", "count"), [(VECTORS, 84), (VECTORS_2026, 16)], ids=YEARS)
 def test_published_values_and_gradients_in_float32(vectors, count):
     check_vectors(vectors, count, np.float32, rtol=1e-5, atol=1e-6)
 

@@ -334,7 +334,7 @@ def test_pages_are_not_copied_on_tpus_that_have_all_heads(mesh, program):
     assert sum(figures.kernels.values()) >= 1
 
 
-def test_the_frugal_policy_scans_layers_of_gpus_and_has_no_exponentials_of_all_tokens():
+def test_remat_least_scans_layers_of_gpus_and_keeps_no_exponentials():
     full, least = (
         compiled(ONE_GPU._replace(target="h100x1", rows=8, width=2048, packing=False, remat=remat))
         for remat in ("full", "least")
