@@ -42,6 +42,8 @@ PRESETS: Mapping[str, Preset] = {
     "dppo_tv": Preset("mask_tv", "token_mean", 0.2, 0.2),  # arXiv 2602.04879; clips of probabilities
     "dppo_kl": Preset("mask_kl", "token_mean", 0.05, 0.05),  # the same; clips of a divergence in nats
     "sapo": Preset("gate", "seq_mean_token_mean", 0.0, 0.0),  # arXiv 2511.20347
+    "clip_cov": Preset("clip_selected", "token_mean", 0.2, 0.2),  # arXiv 2505.22617
+    "kl_cov": Preset("hold_selected", "token_mean", 0.0, 0.0),  # the same
     "gmpo": Preset("geometric", "seq_mean_token_mean", 0.4, 0.4, "sequence"),  # arXiv 2507.20673; clips of log-ratios
 }
 
@@ -65,13 +67,15 @@ def policy_loss(
     policy_weights: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
+    selected: Bool[Array, "B T"] | None = None,
+    cov_kl_coef: float = 0.1,
     denominators: Denominators | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Return the policy loss of a batch and its metrics.
 
     The loss is averaged over the trajectories' token means (grpo, gspo, sapo, gmpo), over all trained tokens (dapo,
-    cispo, ppo, reinforce, dppo), or over trajectories times `max_completion_tokens` (dr_grpo); trajectories without a
-    trained token are in no denominator.
+    cispo, ppo, reinforce, dppo, clip_cov, kl_cov), or over trajectories times `max_completion_tokens` (dr_grpo);
+    trajectories without a trained token are in no denominator.
 
     Args:
         logprobs: log-probabilities under the present policy; gradients flow into these.
@@ -93,6 +97,9 @@ def policy_loss(
         segment_ids: packed sequence that a token belongs to; `advantages` are then per token.
         trajectory_tokens: number of trained tokens of the token's whole trajectory, so that a trajectory of several
             rows counts once. Ratios stay those of rows. None: every row is a trajectory.
+        selected: tokens of large covariance (`select_tokens`), which clip_cov and kl_cov need: the first leaves them
+            out of the sum, the second adds a penalty.
+        cov_kl_coef: weight of that penalty, `|log r|`.
         denominators: counts of the whole batch, when these rows are a microbatch of it.
 
     Returns:
@@ -121,7 +128,7 @@ def policy_loss(
     advantages, completion_mask = as_array("advantages", advantages), as_array("completion_mask", completion_mask)
     ref_logprobs, policy_weights = as_array("ref_logprobs", ref_logprobs), as_array("policy_weights", policy_weights)
     segment_ids = as_array("segment_ids", segment_ids)
-    trajectory_tokens = as_array("trajectory_tokens", trajectory_tokens)
+    trajectory_tokens, selected = as_array("trajectory_tokens", trajectory_tokens), as_array("selected", selected)
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
     _check_inputs(
         logprobs,
@@ -133,6 +140,7 @@ def policy_loss(
         policy_weights,
         segment_ids,
         trajectory_tokens,
+        selected,
     )
 
     mask = completion_mask
@@ -153,7 +161,8 @@ def policy_loss(
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
 
     tables = ratio, log_ratio, logprobs, old_logprobs, per_token_advantages, mask
-    inputs, surrogate = SurrogateInputs(*tables, clip_low, clip_high, delta), SURROGATES[preset.surrogate]
+    inputs = SurrogateInputs(*tables, clip_low, clip_high, delta, selected, cov_kl_coef)
+    surrogate = SURROGATES[preset.surrogate]
     policy_term = surrogate.loss(inputs)
     if policy_weights is not None:
         policy_term = jax.lax.stop_gradient(jnp.where(mask, policy_weights, 0.0)) * policy_term
@@ -265,6 +274,7 @@ def _check_inputs(
     policy_weights: Array | None,
     segment_ids: Array | None,
     trajectory_tokens: Array | None,
+    selected: Array | None,
 ) -> None:
     if beta and ref_logprobs is None:
         raise ValueError(
@@ -279,8 +289,11 @@ def _check_inputs(
         policy_weights=policy_weights,
         segment_ids=segment_ids,
         trajectory_tokens=trajectory_tokens,
+        selected=selected,
     )
     check_mask("completion_mask", completion_mask)
+    if selected is not None:
+        check_mask("selected", selected)
     shape = logprobs.shape
     if advantages.shape != shape and (segment_ids is not None or advantages.shape != shape[:1]):
         wanted = shape if segment_ids is not None else f"{shape[:1]} or {shape}"

@@ -351,6 +351,7 @@ def _policy_terms(
         segment_ids=batch.segment_ids,
         trajectory_tokens=batch.trajectory_tokens,
         denominators=denominators,
+        **({} if batch.selected is None else {"selected": batch.selected}),
     )
     of_scores = _score_metrics(scored, mask, denominators)
     if entropy_coef:

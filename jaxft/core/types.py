@@ -110,6 +110,7 @@ class Batch(NamedTuple):
     and have one id, which no other sequence of the row has.
     `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
     that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
+    `selected` is True for the tokens that clip_cov and kl_cov treat in another way (`select_tokens`).
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     """
 
@@ -126,6 +127,7 @@ class Batch(NamedTuple):
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
     trajectory_tokens: Float[Array, "B T"] | None = None
+    selected: Bool[Array, "B T"] | None = None
     supports: UInt32[Array, "B T W"] | None = None
 
 

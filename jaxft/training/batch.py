@@ -438,4 +438,5 @@ def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_ol
         positions=whole if packed else None,
         segment_ids=whole if packed else None,
         trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
+        selected=whole.astype(np.bool_) if loss.selects_tokens else None,
     )

@@ -25,7 +25,7 @@ from jaxft.models.flash import most_sequences, reason_not_to_pack
 from jaxft.models.segment_probe import check_segments
 from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights
-from jaxft.training.advantages import compute_advantages
+from jaxft.training.advantages import compute_advantages, with_selected
 from jaxft.training.batch import (
     BatchPlanner,
     CollectedRewards,
@@ -158,6 +158,11 @@ class Learner:
         self._packing, self._seed = packing, seed
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
+        if loss.name == "kl_cov" and not self._has_several_updates and loss.correction is None:
+            raise ValueError(
+                "loss 'kl_cov' makes one update of each job, where its penalty has no gradient: set num_minibatches or "
+                "num_iterations above 1, or take 'clip_cov'"
+            )
         self._needs_old = loss.is_policy_loss and (self._has_several_updates or in_reward or loss.name == "ppo")
         self.opt_state: Any = None
         self.step: Any = None
@@ -216,6 +221,9 @@ class Learner:
         if loss.skip_zero_advantages:  # before the scores, which are not computed for what is skipped
             job, metrics["skipped_trajectories"] = with_signal(job, planner)
             job = with_scores(job, loss, *scorers)
+        if loss.selects_tokens:
+            job, of_selection = with_selected(job, loss, f"selected {self._seed} {self.jobs}")
+            metrics |= of_selection
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"

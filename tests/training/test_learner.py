@@ -153,6 +153,15 @@ def test_several_updates_divide_by_the_policy_before_the_first(job, start, plain
     assert single["log_ratio_abs_max"] == 0.0 and difference(params, once) > 0
 
 
+def test_selected_tokens_go_with_their_rows_into_minibatches(job, start):
+    knobs = {"name": "kl_cov", "cov_fraction": 0.5, "cov_kl_coef": 1e4}
+    _, _, (metrics,) = learn(job, start, knobs, num_minibatches=2, packing=False)
+    assert metrics["selected_tokens"] > 0 and metrics["applied_updates"] == 2.0
+    assert metrics["loss"] > 10  # the penalty of the second update
+    with pytest.raises(ValueError, match="'kl_cov' makes one update of each job"):
+        learn(job, start, knobs)
+
+
 def test_a_job_makes_an_update_for_each_minibatch(job, start):
     _, _, (metrics,) = learn(job, start, {"name": "dapo"}, num_minibatches=2, packing=False)
     assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
@@ -354,6 +363,7 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
     "loss",
     [
         {"name": "ppo"},
+        {"name": "clip_cov"},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
     ],
