@@ -81,6 +81,7 @@ def grpo_loss(
     *,
     loss: PolicyLoss = policy_loss,
     entropy_coef: float = 0.0,
+    observation_coef: float = 0.0,
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
     teacher: Teacher | None = None,
@@ -96,6 +97,8 @@ def grpo_loss(
         denominators: counts of the whole batch, when `batch` is a microbatch of it.
         loss: `policy_loss` with its options bound, such as `partial(policy_loss, loss="dapo", clip_high=0.3)`.
         entropy_coef: weight of the entropy bonus, the mean entropy of all trained tokens in nats (arXiv 1602.01783).
+        observation_coef: weight of the mean negative log-probability, at temperature 1, of the tokens in the results of
+            tools (ECHO, arXiv 2605.24517); needs `batch.observation_mask`.
         correction: function that weights the policy term, such as `partial(sampler_correction, kind="token_truncate")`;
             needs `batch.behavior_logprobs`. None: every weight is 1.
         max_sampler_diff: limit above which a sequence counts as sampled by another policy (`sampler_agreement`); needs
@@ -124,8 +127,9 @@ def grpo_loss(
     scored = score_batch(
         model, policy, batch, entropy_gradient=entropy_gradient, teacher=teacher, teacher_params=teacher_params
     )
-    counted = _count(batch) if denominators is None else denominators
-    value, metrics = _policy_terms(loss, scored, batch, counted, entropy_coef, correction, max_sampler_diff)
+    counted = count_tokens(*batch.counted) if denominators is None else denominators
+    options = entropy_coef, observation_coef, correction, max_sampler_diff
+    value, metrics = _policy_terms(loss, scored, batch, counted, *options)
     if scored.divergence is not None:
         distance = token_mean(scored.divergence, batch.completion_mask, counted)
         value, metrics["teacher_divergence"] = value + teacher_coef * distance, jax.lax.stop_gradient(distance)
@@ -142,6 +146,7 @@ def ppo_loss(
     value_coef: float = 0.5,
     value_clip: float | None = 0.2,
     entropy_coef: float = 0.0,
+    observation_coef: float = 0.0,
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -156,6 +161,7 @@ def ppo_loss(
         value_coef: weight of the value loss.
         value_clip: maximum change of a value from `old_values` before its error is clipped; None: no clipping.
         entropy_coef: as in `grpo_loss`.
+        observation_coef: as in `grpo_loss`.
         correction: as in `grpo_loss`.
         max_sampler_diff: as in `grpo_loss`.
 
@@ -178,8 +184,9 @@ def ppo_loss(
     scored = score_batch(
         model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0
     )
-    counted = _count(batch) if denominators is None else denominators
-    value, metrics = _policy_terms(loss, scored, batch, counted, entropy_coef, correction, max_sampler_diff)
+    counted = count_tokens(*batch.counted) if denominators is None else denominators
+    options = entropy_coef, observation_coef, correction, max_sampler_diff
+    value, metrics = _policy_terms(loss, scored, batch, counted, *options)
     assert scored.values is not None
     error, value_metrics = value_loss(
         scored.values,
@@ -238,7 +245,7 @@ def dpo_loss(
     0.6931
     """
     batch = as_batch(batch)
-    denominators = _count(batch) if denominators is None else denominators
+    denominators = count_tokens(*batch.counted) if denominators is None else denominators
     rows = batch.tokens.shape[0]
     if rows % 2:
         raise ValueError(f"there are {rows} rows; chosen and rejected answers alternate, so wanted an even number")
@@ -297,7 +304,7 @@ def sft_loss(
     0.6931
     """
     batch = as_batch(batch)
-    denominators = _count(batch) if denominators is None else denominators
+    denominators = count_tokens(*batch.counted) if denominators is None else denominators
     scored, mask = score_batch(model, params, batch), batch.completion_mask
     return token_mean(-scored.logprobs, mask, denominators), _score_metrics(scored, mask, denominators)
 
@@ -308,8 +315,12 @@ def _score_metrics(scored: Scored, mask: Bool[Array, "B T"], denominators: Denom
     return {name: token_mean(x, mask, denominators) for name, x in means.items() if x is not None}
 
 
-def _count(batch: Batch) -> Denominators:
-    return count_tokens(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
+def _observation_loss(scored: Scored, batch: Batch, denominators: Denominators) -> Float[Array, ""]:
+    if batch.observation_mask is None or denominators.observations is None:
+        which = "batch.observation_mask" if batch.observation_mask is None else "denominators.observations"
+        raise ValueError(f"{which} is None; observation_coef needs a mask of the results of tools, and their count")
+    counted = denominators._replace(tokens=denominators.observations)
+    return token_mean(-scored.logprobs, batch.observation_mask, counted)
 
 
 def _policy_terms(
@@ -318,6 +329,7 @@ def _policy_terms(
     batch: Batch,
     denominators: Denominators,
     entropy_coef: float,
+    observation_coef: float,
     correction: CorrectionFn | None,
     max_sampler_diff: float | None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -356,6 +368,9 @@ def _policy_terms(
     of_scores = _score_metrics(scored, mask, denominators)
     if entropy_coef:
         value = value - entropy_coef * of_scores["entropy"]
+    if observation_coef:
+        of_scores["observation_loss"] = _observation_loss(scored, batch, denominators)
+        value = value + observation_coef * of_scores["observation_loss"]
     metrics |= corrected | jax.tree.map(jax.lax.stop_gradient, of_scores)
     if batch.sampler_logprobs is not None:
         metrics |= sampler_agreement(
@@ -381,7 +396,7 @@ def score_batch(
 ) -> Scored:
     """Return log-probabilities and entropies of a batch's trained tokens, at the temperatures they were sampled with.
 
-    Those of tokens outside of `completion_mask` are 0.
+    Tokens of `observation_mask` are scored, too, at temperature 1. Scores of all others are 0.
 
     Raises:
         ValueError: a field of the batch has another shape than its tokens.
@@ -394,11 +409,14 @@ def score_batch(
     [[ 0.     -0.6931]]
     """
     batch = as_batch(batch)
+    mask, temperature = batch.completion_mask, 1.0 if batch.temperatures is None else batch.temperatures
+    if batch.observation_mask is not None:
+        mask, temperature = mask | batch.observation_mask, jnp.where(batch.observation_mask, 1.0, temperature)
     return token_logprobs(
         model,
         params,
         batch.tokens,
-        temperature=1.0 if batch.temperatures is None else batch.temperatures,
+        temperature=temperature,
         positions=batch.positions,
         segment_ids=batch.segment_ids,
         value_head=value_head,
@@ -406,5 +424,5 @@ def score_batch(
         teacher=teacher,
         teacher_params=teacher_params,
         supports=batch.supports,
-        completion_mask=batch.completion_mask,
+        completion_mask=mask,
     )

@@ -31,17 +31,20 @@ def count_tokens(
     completion_mask: Bool[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
+    observation_mask: Bool[Array, "B T"] | None = None,
 ) -> Denominators:
     """Count rows (segments) with a trained token, trained tokens, pairs of rows that both have one, and trajectories.
+
+    Tokens of the results of tools are counted, too, where there is a mask of them.
 
     Counts of microbatches add up to those of the batch. A microbatch with some rows of a trajectory counts the
     fraction of its trained tokens in them; without `trajectory_tokens` every row is a trajectory.
 
     >>> print(*count_tokens(jnp.array([[True, True], [False, False], [True, False], [True, False]])))
-    3.0 4.0 1.0 3.0
+    3.0 4.0 1.0 3.0 None
     >>> rows = jnp.array([[True, True], [True, False]])  # of one trajectory
     >>> print(*count_tokens(rows, trajectory_tokens=jnp.full((2, 2), 3.0)))
-    2.0 3.0 1.0 1.0
+    2.0 3.0 1.0 1.0 None
     """
     trained = completion_mask.any(axis=1)
     of_rows = _reduced_rows(completion_mask.astype(jnp.float32), segment_ids, "sum")
@@ -51,7 +54,9 @@ def count_tokens(
         trajectories = (of_rows / jnp.maximum(of_trajectories, 1.0)).sum()
     halves = len(trained) // 2 * 2
     pairs = (trained[:halves:2] & trained[1:halves:2]).sum()
-    return Denominators(*(count.astype(jnp.float32) for count in (rows, completion_mask.sum(), pairs, trajectories)))
+    seen = None if observation_mask is None else observation_mask.sum()
+    counts = Denominators(rows, completion_mask.sum(), pairs, trajectories, seen)
+    return jax.tree.map(lambda count: count.astype(jnp.float32), counts)
 
 
 def _reduced_rows(

@@ -94,12 +94,14 @@ class Denominators(NamedTuple):
         tokens: trained tokens.
         pairs: pairs of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
         trajectories: trajectories with at least one trained token; None where every row is a trajectory.
+        observations: tokens of the results of tools; None for batches that do not tell these apart.
     """
 
     rows: Float[Array, ""]
     tokens: Float[Array, ""]
     pairs: Float[Array, ""] | None = None
     trajectories: Float[Array, ""] | None = None
+    observations: Float[Array, ""] | None = None
 
 
 class Batch(NamedTuple):
@@ -110,6 +112,7 @@ class Batch(NamedTuple):
     and have one id, which no other sequence of the row has.
     `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
     that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
+    `observation_mask` is True for tokens of the results of tools, none of which the policy chose.
     `selected` is True for the tokens that clip_cov and kl_cov treat in another way (`select_tokens`).
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     """
@@ -128,7 +131,13 @@ class Batch(NamedTuple):
     segment_ids: Int[Array, "B T"] | None = None
     trajectory_tokens: Float[Array, "B T"] | None = None
     selected: Bool[Array, "B T"] | None = None
+    observation_mask: Bool[Array, "B T"] | None = None
     supports: UInt32[Array, "B T W"] | None = None
+
+    @property
+    def counted(self) -> tuple[Any, ...]:
+        """Arguments of `count_tokens`."""
+        return self.completion_mask, self.segment_ids, self.trajectory_tokens, self.observation_mask
 
 
 class FinishReason(enum.IntEnum):

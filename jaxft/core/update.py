@@ -190,7 +190,7 @@ class Update:
 
         def whole(state: TrainState, frozen: Params, part: Batch, is_sound: Any) -> tuple[TrainState, Metrics]:
             params = combine(state.params, frozen)
-            counted = count_tokens(part.completion_mask, part.segment_ids, part.trajectory_tokens)
+            counted = count_tokens(*part.counted)
             begun = no_sums(model, params, report_dtypes(model, loss_fn, params, part, counted))
             return finish(state, add_microbatch(model, loss_fn, params, begun, part, counted), is_sound)
 
@@ -217,7 +217,7 @@ class Update:
             pause(metrics["loss"])
             self._remember(trained, is_sound)
             return trained._replace(params=combine(trained.params, frozen)), metrics
-        counts = [self._count(part.completion_mask, part.segment_ids, part.trajectory_tokens) for part in parts]
+        counts = [self._count(*part.counted) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
         begun = self._begin(state.params, self._report_dtypes(state.params, parts[0], denominators))
         sums = commit_like(state.params, begun)
@@ -272,7 +272,7 @@ class Update:
         """
         (part,) = self._place_parts([as_batch(batch)])
         state = state if self._sharding is None else self._sharding.place(state)
-        counts = jax.eval_shape(count_tokens, part.completion_mask, part.segment_ids, part.trajectory_tokens)
+        counts = jax.eval_shape(count_tokens, *part.counted)
         reports = self._report_dtypes(state.params, part, counts)
         sums = jax.eval_shape(lambda params: self._no_sums(params, reports), state.params)
         sums = sums if self._sharding is None else self._sharding.place(sums)
@@ -364,7 +364,7 @@ def _loss_of_trained(
     batch = as_batch(batch)
     counted = denominators
     if counted is None:
-        counted = count_tokens(batch.completion_mask, batch.segment_ids, batch.trajectory_tokens)
+        counted = count_tokens(*batch.counted)
     moved, frozen = partition(model, params)
     return lambda moved: loss_fn(model, combine(moved, frozen), batch, counted), moved
 

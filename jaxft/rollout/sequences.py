@@ -41,6 +41,7 @@ class TokenSequence(BaseModel):
         llm: name of the language model that sampled; None if unknown.
         supports: tokens that each token could be drawn from (`Completion.supports`), empty for the whole vocabulary, or
             if that holds for the whole row. In JSON each support is written once.
+        observations: True for tokens of the results of tools that an answer of the row led to; empty without any.
         is_logged: True for text of a log, of which no log-probabilities are known. In JSON only if True.
     """
 
@@ -57,6 +58,7 @@ class TokenSequence(BaseModel):
     episode_truncated: bool = False
     llm: str | None = None
     supports: list[str] = []
+    observations: list[bool] = []
     is_logged: bool = False
 
     @model_serializer(mode="wrap")
@@ -65,6 +67,8 @@ class TokenSequence(BaseModel):
         written: dict[str, Any] = dump(self)
         if not self.is_logged:
             written.pop("is_logged", None)
+        if not self.observations:
+            written.pop("observations", None)
         if not self.supports:
             written.pop("supports", None)
         elif info.mode == "json":
@@ -119,14 +123,17 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
 def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> None:
     completion = call.reply.completion
     sampled = len(completion.token_ids) if is_target else 0
-    context = len(call.context_ids) - len(sequence.tokens) - sampled
-    sequence.tokens += call.context_ids[len(sequence.tokens) :]
+    known = len(sequence.tokens)
+    context = len(call.context_ids) - known - sampled
+    sequence.tokens += call.context_ids[known:]
     sequence.completion_mask += [False] * context + [True] * sampled
     sequence.sampler_logprobs += [0.0] * context + completion.sampler_logprobs[:sampled]
     sequence.behavior_logprobs += [0.0] * context + completion.behavior_logprobs[:sampled]
     sequence.temperatures += [call.temperature] * (context + sampled)
     sequence.policy_versions += [-1] * context + completion.policy_versions[:sampled]
     sequence.turns += [-1] * context + [turn] * sampled
+    seen = set(call.prompt.observations)
+    sequence.observations += [place in seen for place in range(known, known + context)] + [False] * sampled
     sequence.supports += [""] * context + (completion.supports or [""] * sampled)[:sampled]
     sequence.truncated |= is_target and completion.finish_reason == "length"
 
@@ -135,7 +142,8 @@ def _without_tail(sequence: TokenSequence) -> TokenSequence:
     """Cut a row after its last trained token; later tokens have no effect on training."""
     end = len(sequence.tokens) - sequence.completion_mask[::-1].index(True)
     cut = {name: values[:end] for name, values in sequence if isinstance(values, list)}
-    return sequence.model_copy(update=cut if any(sequence.supports) else cut | {"supports": []})
+    nothing: dict[str, list[Any]] = {name: [] for name in ("supports", "observations") if not any(cut[name])}
+    return sequence.model_copy(update=cut | nothing)
 
 
 def episode_messages(calls: Sequence[Call]) -> list[dict[str, Any]]:

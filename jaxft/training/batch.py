@@ -121,11 +121,12 @@ class TrainingBatch(NamedTuple):
         return parts
 
     def counts(self) -> dict[str, int]:
-        """Count trained tokens, the sequences and trajectories that have any, pairs, and updates (1)."""
-        mask = np.asarray(self.batch.completion_mask)[self.tokens]
+        """Count trained tokens, observed ones, sequences and trajectories that are trained, pairs, and updates (1)."""
+        mask, seen = np.asarray(self.batch.completion_mask)[self.tokens], self.batch.observation_mask
         tokens = np.bincount(self.places[0][mask], minlength=len(self.trajectories))
         return {
             "tokens": int(tokens.sum()),
+            "observations": 0 if seen is None else int(np.sum(seen)),
             "sequences": int((tokens > 0).sum()),
             "trajectories": len(np.unique(self.trajectories[tokens > 0])),
             "pairs": len(tokens) // 2,
@@ -251,7 +252,9 @@ class BatchPlanner:
         return tuple((rows, width) for width in sorted(widths) for rows in self.row_buckets(width))
 
 
-def make_batch(rows: list[Row], planner: BatchPlanner, *, has_supports: bool = False) -> TrainingBatch:
+def make_batch(
+    rows: list[Row], planner: BatchPlanner, *, has_supports: bool = False, has_observations: bool = False
+) -> TrainingBatch:
     """Return the batch of these rows, without scores and advantages. Empty rows train nothing.
 
     Args:
@@ -259,6 +262,7 @@ def make_batch(rows: list[Row], planner: BatchPlanner, *, has_supports: bool = F
         planner: divides them into microbatches.
         has_supports: True to take probabilities over the tokens that each token could be drawn from. What was recorded
             over the whole vocabulary is replaced by what the token was drawn with. Penalties are left out of both.
+        has_observations: True to add the mask of the results of tools.
 
     Raises:
         ValueError: `rows` is empty.
@@ -271,6 +275,8 @@ def make_batch(rows: list[Row], planner: BatchPlanner, *, has_supports: bool = F
     }
     if planner.packed:
         recorded["segment_ids"], recorded["positions"] = segments(packing)
+    if has_observations:
+        recorded["observation_mask"] = pack(packing, [row.sequence.observations or False for row in rows], np.bool_)
     ids = supports = None
     texts = [[text.removeprefix(PENALIZED) for text in row.sequence.supports] for row in rows]
     each = list(dict.fromkeys(itertools.chain([""], *texts)))
@@ -439,4 +445,5 @@ def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_ol
         segment_ids=whole if packed else None,
         trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
         selected=whole.astype(np.bool_) if loss.selects_tokens else None,
+        observation_mask=whole.astype(np.bool_) if loss.observation_coef else None,
     )

@@ -218,6 +218,12 @@ class LossConfig(ConfigModel):
         description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none, but "
         "with max_staleness above 0 ratio, or token_truncate for a loss without a ratio.",
     )
+    observation_coef: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Weight of the cross-entropy on the results of tools, which the policy then learns to foresee.",
+    )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     distillation: DistillationConfig | None = Field(
         default=None, description="Teacher that the policy learns from, instead of the reward or beside it; null: none."

@@ -210,7 +210,8 @@ class Learner:
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
         loss, scorers = self.loss, self._scorers(params, pause)
-        laid_out = make_batch(rows, planner, has_supports=loss.is_policy_loss)
+        has_observations = loss.observation_coef > 0
+        laid_out = make_batch(rows, planner, has_supports=loss.is_policy_loss, has_observations=has_observations)
         if credit is not None and any(row.sequence.is_logged for row in rows):
             laid_out = with_own_logprobs(laid_out, pausing(self._policy_scorer(params), pause))
         job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
@@ -221,6 +222,8 @@ class Learner:
         if loss.skip_zero_advantages:  # before the scores, which are not computed for what is skipped
             job, metrics["skipped_trajectories"] = with_signal(job, planner)
             job = with_scores(job, loss, *scorers)
+        if has_observations:
+            metrics["observation_tokens"] = job.counts()["observations"]
         if loss.selects_tokens:
             job, of_selection = with_selected(job, loss, f"selected {self._seed} {self.jobs}")
             metrics |= of_selection

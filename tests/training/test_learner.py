@@ -154,10 +154,11 @@ def test_several_updates_divide_by_the_policy_before_the_first(job, start, plain
 
 
 def test_selected_tokens_go_with_their_rows_into_minibatches(job, start):
-    knobs = {"name": "kl_cov", "cov_fraction": 0.5, "cov_kl_coef": 1e4}
+    knobs = {"name": "kl_cov", "cov_fraction": 0.5, "cov_kl_coef": 1e4, "observation_coef": 0.1}
     _, _, (metrics,) = learn(job, start, knobs, num_minibatches=2, packing=False)
     assert metrics["selected_tokens"] > 0 and metrics["applied_updates"] == 2.0
     assert metrics["loss"] > 10  # the penalty of the second update
+    assert metrics["observation_tokens"] == metrics["observation_loss"] == 0  # no tool was called
     with pytest.raises(ValueError, match="'kl_cov' makes one update of each job"):
         learn(job, start, knobs)
 
@@ -359,11 +360,25 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
 
 
 @pytest.mark.slow
+def test_results_of_tools_are_learned_without_any_reward(start, make_sequence):
+    seen = {"completion_mask": [False, False, True, False, False, True], "observations": [0, 0, 0, 1, 1, 0]}
+    loss = LossConfig(name="dapo", observation_coef=0.1)
+    group = [Trajectory(episode=[], reward=1.0, sequences=[make_sequence(place, **seen)]) for place in range(4)]
+    rows, params, history = [Row(t.sequences[0], i) for i, t in enumerate(group)], on_device(start), []
+    learner = Learner(MODEL, loss, SGD, microbatch_tokens=32, num_iterations=2)
+    for _ in range(3):
+        params, metrics = learner.learn(rows, collect_rewards([group], loss), params)
+        history.append(metrics["observation_loss"])
+    assert metrics["observation_tokens"] == 8 and metrics["policy_loss"] == 0.0
+    assert history[0] > history[1] > history[2] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
         {"name": "ppo"},
-        {"name": "clip_cov"},
+        {"name": "clip_cov", "observation_coef": 0.1},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
     ],

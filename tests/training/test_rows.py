@@ -8,12 +8,12 @@ import pytest
 
 from jaxft.errors import NothingToTrain, TrajectoryError
 from jaxft.harness.data_models import EpisodeItem, Trajectory, TrajectoryCollection
-from jaxft.rollout.calls import logprobs_with_record, recorded_call
+from jaxft.rollout.calls import Prompt, logprobs_with_record, recorded_call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import token_sequences
 from jaxft.training.advantages import collect_rewards, group_rewards, with_usable_rewards
 from jaxft.training.config import LossConfig
-from jaxft.training.rows import gather_examples, gather_rows
+from jaxft.training.rows import check_lists, gather_examples, gather_rows
 
 
 def test_the_order_in_which_episodes_ended_is_forgotten(make_sequence):
@@ -52,7 +52,7 @@ def test_a_job_with_nothing_to_train_names_the_cause(make_group):
 
 
 def test_rows_come_from_the_records_in_log_probabilities(make_call):
-    first = make_call(0, (1, 2), [3, 4], messages=())
+    first = make_call(0, (1, 2), [3, 4], messages=(), prompt=Prompt("", (1, 2), observations=(1,)))
     second = make_call(
         1, (1, 2, 3, 4, 5), [6], logprobs=[-1 / 3], finish_reason="length", messages=(), functions=("f",)
     )
@@ -66,6 +66,19 @@ def test_rows_come_from_the_records_in_log_probabilities(make_call):
     collection = TrajectoryCollection(trajectories=[[Trajectory(episode=items, reward=1.0)]], run_id="any")
     (row,) = gather_rows(collection, llm="policy", mask_truncated=False).rows
     assert row.sequence == token_sequences([first, second])[0]
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [((0,), "first token of a sequence"), ((1, 4), "token 4 of a sequence is trained as sampled")],
+)
+def test_what_is_observed_has_a_context_and_is_not_sampled(make_group, make_sequence, places, message):
+    (trajectory,) = make_group(1.0)
+    sequence = make_sequence(observations=[place in places for place in range(6)])
+    with pytest.raises(TrajectoryError, match=message):
+        check_lists(trajectory, sequence)
+    with pytest.raises(TrajectoryError, match=r"differ in length: .*'observations': 2"):
+        check_lists(trajectory, make_sequence(observations=[False, True]))
 
 
 @pytest.mark.parametrize("logprobs", [None, [], {}, {"content": None}, {"content": []}, {"content": [{"token": "a"}]}])
