@@ -198,8 +198,9 @@ class ChatTemplate:
                 spans, start = self._result_spans(call, given, text, tools, kwargs), len(text) - len(rest)
                 spans = [(first - start, end - start) for first, end in spans]
                 places = self.tokens.begin_within(ids, rest + prefill, spans) if spans else ()
-                observations = tuple(len(call.context_ids) + place for place in places)
-                return Prompt(text, call.context_ids + ids, call.prompt.truncated_tokens, observations=observations)
+                context = call.context_ids
+                observations = tuple(len(context) + place for place in places)
+                return Prompt(text, context + ids, call.prompt.truncated_tokens, observations=observations)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = num_bytes(text)
         if max_tokens is None or max_bytes is None:
