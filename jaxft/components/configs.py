@@ -442,6 +442,13 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
         "the weights that they began with, and others wait. continue: they go on with the new weights, and each token "
         "has its version.",
     )
+    partial_rollout_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="With max_staleness of 1 or more: tokens that an answer gets in a collection; its group is then "
+        "carried over to the next one, at most max_staleness times. A collection and its job take turns, and equal "
+        "runs stay equal. null: answers end in their collection.",
+    )
     early_stop: EarlyStopConfig = Field(
         default=EarlyStopConfig(), description="Conditions that end the run before num_epochs."
     )
@@ -457,6 +464,11 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
 
     @model_validator(mode="after")
     def _has_requests_in_flight(self) -> "GRPOTrainerConfig":
+        if self.partial_rollout_tokens is not None and (self.max_staleness == 0 or self.in_flight == "continue"):
+            given = f"{self.max_staleness} and '{self.in_flight}'"
+            raise config_error(
+                f"partial_rollout_tokens needs max_staleness above 0 and in_flight 'finish', not {given}"
+            )
         if self.in_flight == "continue" and self.max_staleness < 2:
             raise config_error(
                 f"in_flight 'continue' needs max_staleness 2 or more; with {self.max_staleness} no request runs when "

@@ -11,10 +11,11 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxft.components.configs import EarlyStopConfig, GRPOTrainerConfig, GRPOTrajectoryBuilderConfig
+from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.components.rollout_builder import RolloutBuilder, reward_metrics, to_messages
 from jaxft.components.schedule import GroupStream, NextCollection, Schedule
 from jaxft.components.trainer import LoggedTrainer
-from jaxft.errors import NothingToTrain
+from jaxft.errors import ConfigError, NothingToTrain
 from jaxft.harness.contracts import TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import (
     TrainingJobRef,
@@ -23,6 +24,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.harness.outcomes import EpisodeOutcome
+from jaxft.hosts.group import process_group
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -46,9 +48,9 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
             ConfigError: the episodes called language models, but never where training is aimed at.
         """
         outcomes, about = await self.finish_run(run_id)
-        groups: dict[str, list[Trajectory]] = {}
+        groups: dict[tuple[int, str], list[Trajectory]] = {}
         for outcome in outcomes:
-            groups.setdefault(outcome.item.id, []).append(await self._trajectory(run_id, outcome, meta))
+            groups.setdefault(outcome.group, []).append(await self._trajectory(run_id, outcome, meta))
         collection = TrajectoryCollection(trajectories=list(groups.values()), run_id=run_id, **about)
 
         trajectories = [trajectory for group in groups.values() for trajectory in group]
@@ -124,14 +126,24 @@ class GRPOTrainer(LoggedTrainer):
         self._restored_groups: dict[str, Any] | None = None
 
     async def bind_components(self, trajectory_builder: TrajectoryBuilder, trainer_adapter: TrainerAdapter) -> None:
-        """Store the builder and the adapter, and tell the adapter about `max_staleness`.
+        """Store the builder and the adapter, and tell them about `max_staleness` and `partial_rollout_tokens`.
 
         Raises:
-            ConfigError: `max_staleness` is above 0, and the adapter cannot sample beside its jobs.
+            ConfigError: the adapter cannot sample beside its jobs, or they cannot carry answers over.
         """
         await super().bind_components(trajectory_builder, trainer_adapter)
         if self.trainer_config.max_staleness:
             trainer_adapter.allow_staleness(self.trainer_config.max_staleness)
+        if (tokens := self.trainer_config.partial_rollout_tokens) is None:
+            return
+        given, context = f"{type(trajectory_builder).__name__} with {type(trainer_adapter).__name__}", 0
+        if isinstance(trainer_adapter, LocalTrainerAdapter) and isinstance(trajectory_builder, RolloutBuilder):
+            context = trainer_adapter.policy.engine.max_context_tokens
+            trainer_adapter.samples_beside = False
+            trajectory_builder.carry_over = tokens, self.trainer_config.max_staleness
+        if tokens >= context or not process_group().is_alone:
+            wanted = "one process, grpo_trajectory_builder, local_trainer_adapter and fewer than max_context_tokens"
+            raise ConfigError([f"partial_rollout_tokens: is {tokens} for {given}; wanted {wanted}, {context}"])
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Run all epochs and return the last status of each job.
@@ -154,7 +166,7 @@ class GRPOTrainer(LoggedTrainer):
 
     def _make_schedule(self, num_epochs: int) -> Schedule:
         staleness = self.trainer_config.max_staleness
-        if staleness == 0:
+        if staleness == 0 or self.trainer_config.partial_rollout_tokens is not None:
             return Schedule(self._collect_epoch, self)
         if staleness == 1:
             get_state = super().collection_state

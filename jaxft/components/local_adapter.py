@@ -70,7 +70,8 @@ class LocalTrainerAdapter(TrainerAdapter):
     Attributes:
         policy: samples, and is trained in place.
         learner: optimizer, reference and value head.
-        max_staleness: number of versions that episodes may be behind; jobs and sampling share the device if above 0.
+        max_staleness: number of versions that episodes may be behind.
+        samples_beside: True if jobs and sampling share the device, with weights of their own.
     """
 
     adapter_config: LocalTrainerAdapterConfig
@@ -109,7 +110,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         adapter_config = adapter_config.for_context(policy.engine.max_context_tokens)
         super().__init__(adapter_config)
         self.policy = policy
-        self.max_staleness = 0
+        self.max_staleness, self.samples_beside = 0, False
         self._make_learner = partial(make_learner, adapter_config, policy.model, seed, weights or {})
         self.learner = self._make_learner()
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
@@ -136,7 +137,7 @@ class LocalTrainerAdapter(TrainerAdapter):
                 ]
             )
         if self._chooses_remat:
-            pins = self.max_staleness > 0
+            pins = self.samples_beside
             remat = await self.policy.read(partial(choose_remat, self.learner, self.policy, are_pinned=pins))
             choices = await process_group().gather("remat", remat)  # which devices and compilers may make differ
             most_frugal = max(choices, key=REMATS.index)
@@ -171,7 +172,7 @@ class LocalTrainerAdapter(TrainerAdapter):
                     "set it to 1 or 0"
                 ]
             )
-        self.max_staleness = max_staleness
+        self.max_staleness, self.samples_beside = max_staleness, True
         self.learner = self._make_learner(max_staleness=max_staleness)
         if loss.correction is not None and loss.correction.name == "none":
             self._warn(
@@ -212,7 +213,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         longest = self.policy.engine.max_context_tokens
         with self._memory_errors():
             await self.policy.warm_up()
-            if self.max_staleness:
+            if self.samples_beside:
                 await self.policy.pin_weights()
             await self.policy.update(
                 lambda params: (self.learner.warm_up(params, longest, self.policy.pause), None),
@@ -366,7 +367,7 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     async def memory(self) -> dict[str, float]:
         """Return the MiB that each device needs, by purpose: see `run_memory`, which compiles the largest programs."""
-        pins = self.max_staleness > 0
+        pins = self.samples_beside
         with self._memory_errors():
             return await self.policy.read(partial(run_memory, self.learner, self.policy, are_pinned=pins))
 
@@ -383,7 +384,8 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     async def disk_bytes(self) -> dict[str, int]:
         """Return the bytes of weights in files; see `jaxft.training.memory.disk_bytes`."""
-        num_copies, has_base = len(self.policy.weights.every) + (self.max_staleness == 1), self.policy.base is None
+        num_copies = len(self.policy.weights.every) + (self.samples_beside and self.max_staleness == 1)
+        has_base = self.policy.base is None
         return await self.policy.read(partial(disk_bytes, self.learner, num_copies=num_copies, has_base=has_base))
 
     async def save_state(self, save: Callable[[dict[str, Any], Any], T]) -> T:

@@ -5,14 +5,17 @@ import difflib
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness.contracts import TrajectoryBuilder
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig
 from jaxft.harness.outcomes import EpisodeOutcome
 from jaxft.harness.registry import TrajectoryBuilderConfig
-from jaxft.rollout.calls import Call
+from jaxft.rollout.calls import CARRIED, Call, Completion
 from jaxft.rollout.messages import comparison_key, readable_text
 from jaxft.rollout.recorder import TRAINING, WORKFLOW
 from jaxft.rollout.sequences import conversations, is_targeted
@@ -28,6 +31,26 @@ class _Start(NamedTuple):
     outside_calls: int
 
 
+class CarriedGroup(NamedTuple):
+    """A group of which an answer had its tokens of a collection: the next one begins it again, with these answers.
+
+    Attributes:
+        rollout_index: number of the collection that began it, on which its random numbers depend.
+        example_id: the example.
+        collections: number of collections that it has been in.
+        answers: `Episode.answers` of each generation.
+    """
+
+    rollout_index: int
+    example_id: str
+    collections: int
+    answers: list[dict[str, Completion]]
+
+
+CARRIED_GROUPS = TypeAdapter(list[CarriedGroup])
+"""Form of carried groups in JSON."""
+
+
 class RolloutBuilder(TrajectoryBuilder):
     """Runs the workflow `num_generations` times on every example.
 
@@ -38,6 +61,9 @@ class RolloutBuilder(TrajectoryBuilder):
         failed_reward: reward of an episode whose agent raised an error after an answer; None leaves it out.
         evaluation_runs: tasks of the episodes of each collection that was started and not yet finalised.
         progress: metrics that `log_progress` was given, by run id.
+        carry_over: tokens that an answer gets in a collection, and the number of collections that its group may then go
+            on in, with all tokens that it needs in the last; None for answers that end in their collection. Collections
+            take turns with it.
     """
 
     def __init__(
@@ -52,6 +78,8 @@ class RolloutBuilder(TrajectoryBuilder):
         self.num_generations = num_generations
         self.failed_reward = failed_reward
         self._started: dict[str, _Start] = {}
+        self.carry_over: tuple[int, int] | None = None
+        self._carried: list[CarriedGroup] = []
 
     async def start_run(self, run_id: str, meta: dict[str, Any] | None = None) -> None:
         """Start the episodes of a collection, on the next rollout index of the training stream.
@@ -68,20 +96,22 @@ class RolloutBuilder(TrajectoryBuilder):
             raise ValueError(f"run '{run_id}' is already in progress; finalize it or choose another id")
         if self.evaluation is None:
             raise RuntimeError("the builder has no evaluation: call bind_evaluation first")
-        examples = self.examples
-        if meta is not None and "example_ids" in meta:
-            by_id = {item.id: item for item in examples}
-            unknown = [example_id for example_id in meta["example_ids"] if example_id not in by_id]
-            if unknown:
-                raise ValueError(
-                    f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others"
-                )
-            examples = [by_id[example_id] for example_id in meta["example_ids"]]
+        by_id = {item.id: item for item in self.examples}
+        wanted = meta["example_ids"] if meta is not None and "example_ids" in meta else list(by_id)
+        unknown = [each for each in (*wanted, *(group.example_id for group in self._carried)) if each not in by_id]
+        if unknown:
+            raise ValueError(f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others")
+        examples = [by_id[example_id] for example_id in wanted]
         counts = self.evaluation.num_abandoned, self.evaluation.num_outside_calls
         self._started[run_id] = _Start(time.perf_counter(), *counts)
-        self.evaluation_runs[run_id] = self.evaluation.start(
-            examples, stream=TRAINING, num_generations=self.num_generations
-        )
+        start = partial(self.evaluation.start, stream=TRAINING, num_generations=self.num_generations)
+        tasks = self.evaluation_runs[run_id] = []
+        answer_tokens, most = self.carry_over or (None, 0)
+        for index, example_id, collections, answers in self._carried:
+            tokens = answer_tokens if collections < most else None
+            tasks += start([by_id[example_id]], rollout_index=index, answers=answers, answer_tokens=tokens)
+        nothing: list[dict[str, Completion]] = [{}] * (self.num_generations if self.carry_over else 0)
+        tasks += start(examples, answers=nothing, answer_tokens=answer_tokens)
 
     async def finish_run(self, run_id: str) -> tuple[list[EpisodeOutcome], dict[str, Any]]:
         """Wait for the episodes of a collection.
@@ -106,6 +136,7 @@ class RolloutBuilder(TrajectoryBuilder):
                 task.cancel()
             started = self._started.pop(run_id)
         assert self.evaluation is not None
+        outcomes, carried = self._set_aside(outcomes)
         finished: list[EpisodeOutcome] = []
         unfinished: list[EpisodeOutcome] = []
         for outcome in outcomes:
@@ -133,6 +164,7 @@ class RolloutBuilder(TrajectoryBuilder):
                 "untargeted_calls": len(calls) - targeted,
                 "remote_calls": sum(len(outcome.episode.remote_calls) for outcome in finished),
                 "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
+                **carried,
             },
             "timings": {
                 "seconds_rollout": time.perf_counter() - started.seconds,
@@ -140,6 +172,29 @@ class RolloutBuilder(TrajectoryBuilder):
                 "seconds_episode_max": max((outcome.seconds["rollout"] for outcome in outcomes), default=0.0),
             },
             "failures": [outcome.failure_report for outcome in failed],
+        }
+
+    def _set_aside(self, outcomes: list[EpisodeOutcome]) -> tuple[list[EpisodeOutcome], dict[str, int]]:
+        """Keep the groups that go on in the next collection; return the episodes of the others, and metrics."""
+        if self.carry_over is None and not self._carried:
+            return outcomes, {}
+        before = {group[:2]: group.collections for group in self._carried}
+        cut = [outcome for outcome in outcomes if outcome.episode.is_carried]
+        going_on = sorted({outcome.group for outcome in cut})
+        ended = [outcome for outcome in outcomes if outcome.group not in going_on]
+        self._carried = [
+            CarriedGroup(*key, before.get(key, 0) + 1, [o.episode.answers or {} for o in outcomes if o.group == key])
+            for key in going_on
+        ]
+        begun = [a for each in cut for a in (each.episode.answers or {}).values() if a.finish_reason == CARRIED]
+        repeated = [outcome.episode for outcome in ended if outcome.group in before and outcome.error is None]
+        return ended, {
+            "carried_groups": len(self._carried),
+            "carried_answers": len(begun),
+            "carried_tokens": sum(len(answer.token_ids) for answer in begun),
+            "carried_collections_max": max((group.collections for group in self._carried), default=0),
+            # An agent that chooses at random may not have asked for them again.
+            "lost_answers": sum(len(episode.answers or ()) - len(episode.calls) for episode in repeated),
         }
 
     def _is_penalized(self, outcome: EpisodeOutcome) -> bool:
@@ -156,9 +211,14 @@ class RolloutBuilder(TrajectoryBuilder):
         return FinetuneConfig() if self.run_config is None else self.run_config
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Restore the number of collections from a checkpoint of an earlier version; later ones save it themselves."""
-        if state and self.evaluation is not None:
+        """Restore the groups that go on; earlier versions also had the number of collections here."""
+        self._carried = CARRIED_GROUPS.validate_python(state.get("carried", []))
+        if "collections" in state and self.evaluation is not None:
             self.evaluation.num_rollouts = state["collections"]
+
+    def state(self) -> dict[str, Any]:
+        """Return the groups that the next collection goes on with, for JSON."""
+        return {"carried": CARRIED_GROUPS.dump_python(self._carried, mode="json")} if self._carried else {}
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Store the metrics of a collection in `progress`."""

@@ -31,6 +31,7 @@ from jaxft.harness.evaluators import (
 from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes, part_of_process
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
+from jaxft.rollout.calls import Completion
 from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode
 
@@ -132,6 +133,8 @@ class Evaluation:
         rollout_index: int | None = None,
         num_generations: int = 1,
         temperature: float | None = None,
+        answers: Sequence[dict[str, Completion]] = (),
+        answer_tokens: int | None = None,
     ) -> list[asyncio.Task[EpisodeOutcome]]:
         """Start an episode per (example, generation) and return their tasks in that order.
 
@@ -143,9 +146,11 @@ class Evaluation:
             rollout_index: number of this run in its stream; None: the next one, which checkpoints save.
             num_generations: episodes per example.
             temperature: of every model call (0.0: greedy); None: each call keeps its own.
+            answers, answer_tokens: `Episode.answers` of each generation, of every example the same, and
+                `Episode.answer_tokens`; none for episodes that cannot be carried over.
         """
-        episodes, _ = self._start(items, stream, rollout_index, num_generations, temperature)
-        return episodes
+        every = stream, rollout_index, num_generations, temperature, answers, answer_tokens
+        return self._start(items, *every)[0]
 
     async def run(
         self,
@@ -193,6 +198,8 @@ class Evaluation:
         rollout_index: int | None,
         num_generations: int,
         temperature: float | None,
+        answers: Sequence[dict[str, Completion]] = (),
+        answer_tokens: int | None = None,
     ) -> tuple[list[asyncio.Task[EpisodeOutcome]], list[asyncio.Task[Any]]]:
         """Return the tasks of the episodes, and tasks that score groups and end with their episodes."""
         rollout_index = self._counter._count(stream, rollout_index)
@@ -205,6 +212,8 @@ class Evaluation:
             identity = self._seed, stream, rollout_index, item.id
             record = partial(Episode, *identity, temperature=temperature, server_url=self._server_url)
             own = [record(generation=generation) for generation in range(num_generations)]
+            for episode, begun in zip(own, answers, strict=False):
+                episode.answers, episode.answer_tokens = dict(begun), answer_tokens
             if not shared.is_own(number):
                 episodes += [asyncio.create_task(shared.outcome(number, item, episode)) for episode in own]
                 continue
@@ -324,6 +333,8 @@ class Evaluation:
             has_agent_failed = not isinstance(failure.error, TimeoutError)
         finally:
             episode.end()
+        if episode.is_carried:  # whatever the agent made of an answer that it did not get
+            output, error, traceback, has_agent_failed = None, "goes on in the next collection", None, False
         item = item.model_copy(update={"output_obj": output, "trajectory": EpisodeSteps(episode, output)})
         seconds = {"rollout": time.perf_counter() - started, "reward": 0.0}
         return EpisodeOutcome(

@@ -63,6 +63,11 @@ class EpisodeOutcome:
         return self.episode.generation
 
     @property
+    def group(self) -> tuple[int, str]:
+        """Number of the collection that began its group, and the example's id; one may have groups of several."""
+        return self.episode.rollout_index, self.item.id
+
+    @property
     def failure_report(self) -> str:
         """Report of a failed episode: example, error and traceback."""
         return f"example '{self.item.id}', generation {self.generation}: {self.error}\n{self.traceback}"

@@ -5,10 +5,11 @@ import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt32
+from pydantic import Field
 
 from jaxft.rollout.messages import ToolCall, comparison_key, read_arguments
 
@@ -63,6 +64,10 @@ def decode_support(text: str) -> UInt32[np.ndarray, "W"]:
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<u4").astype(np.uint32)
 
 
+CARRIED = "carried"
+"""`finish_reason` of an answer that goes on in the next collection; no agent sees it."""
+
+
 @dataclass
 class Completion:
     """Tokens sampled for a request, each with its log-probabilities; the engine appends to it until it has ended.
@@ -73,7 +78,7 @@ class Completion:
             support, at the request's temperature and without penalties.
         behavior_logprobs: log-probability of each sampled token under the distribution that it was drawn from.
         policy_versions: version of the parameters that sampled each token.
-        finish_reason: `stop` or `length`.
+        finish_reason: `stop` or `length`, or `CARRIED` in `Episode.answers`.
         top_logprobs: for each token, pairs of a token id and its log-probability, if the request asks for them.
         supports: tokens that each token could be drawn from (`encode_support`), behind `PENALIZED` if the request has
             penalties; empty if it neither filters nor has penalties or a grammar.
@@ -88,8 +93,8 @@ class Completion:
     finish_reason: str = "length"
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     supports: list[str] = field(default_factory=list)
-    first_read: tuple[float, int] = field(default=(0.0, 0), compare=False)
-    last_read: tuple[float, int] = field(default=(0.0, 0), compare=False)
+    first_read: Annotated[tuple[float, int], Field(exclude=True)] = field(default=(0.0, 0), compare=False)
+    last_read: Annotated[tuple[float, int], Field(exclude=True)] = field(default=(0.0, 0), compare=False)
 
     @property
     def policy_version(self) -> int:

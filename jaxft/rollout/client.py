@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from jaxft.errors import PromptTooLongError, RequestError
-from jaxft.rollout.calls import Call, Prompt, Reply
+from jaxft.rollout.calls import CARRIED, Call, Completion, Prompt, Reply
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.current import current_functions, find_episode, note_outside_call
@@ -83,8 +83,8 @@ class ChatClient(LanguageModel):
                 await asyncio.gather(*tasks, return_exceptions=True)
 
         replies = dict(enumerate(await sample(range(request.n))))
-        # An update between them: those of the earlier policy are sampled again, unless they were streamed.
-        while on_delta is None:
+        # An update between them: those of the earlier policy are sampled again, unless they were streamed or go on.
+        while on_delta is None and (episode is None or episode.answers is None):
             newest = max(reply.policy_version for reply in replies.values())
             earlier = [choice for choice, reply in replies.items() if reply.policy_version < newest]
             if not earlier:
@@ -212,7 +212,7 @@ class ChatClient(LanguageModel):
         on_delta: Callable[[Delta], None] | None,
     ) -> Reply:
         """Sample and parse one answer."""
-        template, engine = self.policy.template, self.policy.engine
+        template = self.policy.template
         parser = None
         if not isinstance(request, CompletionRequest):
             parser = template.responses.template(has_tools=request.may_call_tools)
@@ -239,7 +239,7 @@ class ChatClient(LanguageModel):
                 is_byte=template.tokens.is_byte,
                 thoughts=thoughts,
             )
-        completion = await engine.submit(
+        completion = await self._sample(
             self._request(request, prompt, key_ids, custom_stops, decoded_text, thoughts, matcher),
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
@@ -267,6 +267,32 @@ class ChatClient(LanguageModel):
             prefill + text if prefill + text != parsed.content else None,
             stop_reason,
         )
+
+    async def _sample(self, request: Request, on_tokens: Callable[[list[int], list[float]], None] | None) -> Completion:
+        """Sample an answer, or go on with what an earlier collection has sampled of it.
+
+        Raises:
+            CancelledError: it had its tokens of this collection, or the episode has ended.
+        """
+        episode, submit = find_episode(), self.policy.engine.submit
+        if episode is None or episode.answers is None:
+            return await submit(request, on_tokens)
+        begun = episode.answers.get(key := f"{self.name} {request.key_ids[-1]}")
+        whole = min(request.max_tokens, self.max_context_tokens - len(request.prompt_ids))
+        if begun is not None and begun.finish_reason != CARRIED:
+            if on_tokens is not None:
+                on_tokens(begun.token_ids, begun.sampler_logprobs)
+            return begun
+        most = min(whole, (len(begun.token_ids) if begun else 0) + (episode.answer_tokens or whole))
+        with episode.sampling():
+            completion = await submit(replace(request, max_tokens=most, begun=begun), on_tokens)
+        episode.answers[key] = completion
+        if completion.finish_reason == "stop" or most == whole:
+            return completion
+        completion.finish_reason = CARRIED
+        while not episode.carry():
+            await asyncio.sleep(0.01)  # some agents ask in several threads and event loops
+        raise episode.closed()
 
     def _parse(self, request: ChatRequest, prompt: Prompt, text: str, with_stop: str) -> ParsedAnswer:
         """Return the parts of an answer, given without the stop string at its end and with it."""

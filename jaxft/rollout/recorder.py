@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import PolicyError, ToolsUnsupportedError
-from jaxft.rollout.calls import Call, RemoteCall
+from jaxft.rollout.calls import Call, Completion, RemoteCall
 
 T = TypeVar("T")
 
@@ -75,6 +75,11 @@ class Episode:
         began_at, called_at: seconds of `time.perf_counter` at its beginning, and at the last beginning or end of a
             call; None before.
         texts_of_tokens: functions from a token id to its text, by the name of the language model that answered.
+        answers: what was sampled in this episode, here or in an earlier collection that carried it over, by the name of
+            the language model and the call id; None for an episode that cannot be carried over.
+        answer_tokens: tokens that each answer may get before the episode is carried over; None: any number.
+        is_carried: True once an answer had them, and all others had theirs or an end: the next collection runs the
+            agent again, with the same `answers`.
     """
 
     run_seed: int
@@ -94,6 +99,10 @@ class Episode:
     texts_of_tokens: dict[str, Callable[[int], str]] = field(default_factory=dict, repr=False, compare=False)
     began_at: float | None = field(default=None, repr=False, compare=False)
     called_at: float | None = field(default=None, repr=False, compare=False)
+    answers: dict[str, Completion] | None = field(default=None, repr=False, compare=False)
+    answer_tokens: int | None = field(default=None, repr=False, compare=False)
+    is_carried: bool = False
+    _sampling: int = field(default=0, repr=False, compare=False)
     _begun: int = field(default=0, repr=False)
     _remote_begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter, repr=False)
@@ -110,6 +119,34 @@ class Episode:
         for call in waiting:
             call.cancel()
         return bool(waiting)
+
+    @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Keep `carry` from ending the episode in the block, which samples an answer.
+
+        Raises:
+            CancelledError: the episode has ended.
+        """
+        with _lock:
+            if self._is_over:
+                raise self.closed()
+            self._sampling += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                self._sampling -= 1
+
+    def carry(self) -> bool:
+        """End the episode, which the next collection goes on with, unless an answer is being sampled; True at its end.
+
+        An answer that were cut off because another one is long would be sampled again, and short ones would not: that
+        chooses by length, and biases.
+        """
+        with _lock:
+            if not self._sampling and not self._is_over:
+                self._is_over = self.is_carried = True
+            return self._is_over
 
     async def check_open(self) -> None:
         """Raise `CancelledError` if the episode has ended: its agent still runs, but nobody waits for it."""

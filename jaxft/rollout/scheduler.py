@@ -8,6 +8,7 @@ evicted, the least recently held before others.
 """
 
 import asyncio
+import copy
 import hashlib
 import threading
 from collections import deque
@@ -184,13 +185,18 @@ class Running:
         self.begin()
 
     def begin(self) -> None:
-        """Begin the answer, or begin it again."""
-        self.completion = Completion()
+        """Begin the answer, or begin it again, behind what an earlier request sampled of it."""
+        self.completion = copy.deepcopy(self.request.begun or Completion())
         begin = self.request.begin_constraint
         self.constraint = None if begin is None else begin()
         if self.request.is_penalized:
             self.constraint = Penalized(self.constraint, self.request.prompt_ids, self.request.penalties)
-        self.decode_from(())
+        if self.constraint is not None:
+            self.constraint.feed(self.completion.token_ids)
+            self.constraint = None if self.constraint.is_over else self.constraint
+        if self.request.find_stop is not None and self.completion.token_ids:
+            self.request.find_stop(self.completion.token_ids, 0)  # it goes on from where it has searched
+        self.decode_from(self.completion.token_ids)
 
     def decode_from(self, sampled: Sequence[int]) -> None:
         """Begin to decode after these tokens of the answer."""

@@ -129,6 +129,6 @@ class Metrics(Collector):
         self._whole.labels(served.model).observe(seconds)
         for choice in served.reply.choices:
             (first, known), (last, count) = choice.completion.first_read, choice.completion.last_read
-            self._first_token.labels(served.model).observe(first - begun)
-            if count > known:  # with those of the first dispatch there is nothing between tokens
+            self._first_token.labels(served.model).observe(max(0.0, first - begun))
+            if count > known and first > begun:  # with those of the first dispatch there is nothing between tokens
                 self._per_token.labels(served.model).observe((last - first) / (count - known))

@@ -376,6 +376,8 @@ def why_no_calls(metrics: Mapping[str, float]) -> str | None:
     >>> why_no_calls({"calls": 3}), why_no_calls({})
     (None, None)
     """
+    if metrics.get("carried_groups") and not metrics.get("episodes"):
+        return "all groups go on in the next collection, as an answer of each had its partial_rollout_tokens"
     episodes, failed, dropped = (metrics.get(name, 0) for name in ("episodes", "failed_episodes", "dropped_episodes"))
     if episodes and dropped == episodes:
         return (

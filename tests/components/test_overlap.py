@@ -332,6 +332,23 @@ def test_slow_groups_are_carried_over_whole_and_none_is_lost(tmp_path, capsys):
     assert sorted(trained) == sorted([str(i) for i in range(EXAMPLES)] * 5)
 
 
+PARTIAL = {"trainers__loop__partial_rollout_tokens": 2, "trainers__loop__max_staleness": 2}
+
+
+@pytest.mark.slow
+def test_answers_go_on_in_the_next_collection_and_after_a_resume(tmp_path):
+    """Groups end in the third collection, with tokens of up to three versions; a checkpoint has what they have."""
+    assert finetune(tmp_path / "whole", finetuning__num_epochs=6, **PARTIAL) == 0
+    rows = rows_of(tmp_path / "whole")
+    assert [row["carried_groups"] for row in rows] == [4] + 5 * [8]
+    assert [row["episodes"] for row in rows] == [0, 0] + 4 * [16]
+    assert [row.get("staleness_max") for row in rows] == [None, None, 0, 1, 2, 2]
+    assert all(row["too_stale_fraction"] == 0.0 and row["effective_sample_fraction"] > 0.9 for row in rows[2:])
+    assert finetune(tmp_path / "short", finetuning__num_epochs=4, **PARTIAL) == 0
+    assert main(["resume", str(tmp_path / "short"), "--set", "finetuning.num_epochs=6"]) == 0
+    assert differences(tmp_path / "short", tmp_path / "whole") == []
+
+
 # --- Schedules, without a model.
 
 CURRICULUM = {"curriculum_learning": {"enabled": True, "initial_percentile": 0.5, "expansion_interval": 2}}
@@ -386,6 +403,8 @@ def test_an_adapter_that_cannot_sample_beside_a_job_is_refused(overlap):
     with pytest.raises(ConfigError, match="max_staleness: is 1, but NoModel cannot sample beside a job"):
         overlap(adapter)
     assert overlap(adapter, max_staleness=0).events == ["release", "release"]
+    with pytest.raises(ConfigError, match="partial_rollout_tokens: is 7 for GRPOTrajectoryBuilder with NoModel"):
+        overlap(partial_rollout_tokens=7)
     assert TrainerAdapter.device_seconds(adapter) == {}
 
 
@@ -479,6 +498,9 @@ def test_several_processes_share_slots_and_devices(monkeypatch):
     [
         ({"trainers__loop__in_flight": "continue"}, "in_flight 'continue' needs max_staleness 2 or more; with 1"),
         ({"trainers__loop__max_staleness": -1}, "trainers.loop.max_staleness"),
+        (PARTIAL | {"trainers__loop__max_staleness": 0}, "max_staleness above 0 and in_flight 'finish', not 0 and"),
+        (PARTIAL | {"trainers__loop__in_flight": "continue"}, "not 2 and 'continue'"),
+        (PARTIAL | {"trainers__loop__partial_rollout_tokens": 96}, "fewer than max_context_tokens, 96"),
         (
             {"trainer_adapters__local__loss": {"name": "reinforce", "correction": {"name": "ratio"}}},
             "reinforce has no ratio",

@@ -1,6 +1,8 @@
 """Only the calls that training is aimed at are trained; the rest of an episode is context."""
 
 import asyncio
+import json
+import random
 
 import pytest
 
@@ -9,6 +11,7 @@ from jaxft.components.grpo import GRPOTrajectoryBuilder
 from jaxft.errors import ConfigError
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.evaluation import Evaluation
+from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import current_functions, episode, named_function
 
 
@@ -188,3 +191,123 @@ def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_next_collection(mak
 
     ((trajectory,),) = asyncio.run(main()).trajectories
     assert trajectory.reward == 3.0 and builder.state() == {}
+
+
+# --- Answers that are carried over to the next collection.
+
+ANSWER_TOKENS = 3
+
+
+@pytest.fixture
+def collect_until_all_have_ended(make_items):
+    """Collects once with new groups, then goes on with those that were carried over; returns the collections.
+
+    Each collection is of a builder of its own, which has only the state of the one before, as JSON.
+    """
+
+    def collect(workflow, names="ab", *, answer_tokens=ANSWER_TOKENS, max_staleness=9):
+        async def main():
+            state, collections, wanted = {}, [], list(names)
+            while wanted or state:
+                builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=2))
+                evaluation = Evaluation(workflow, {"r": lambda item: 1.0}, "r", 1, 0)
+                await builder.bind_evaluation(evaluation, make_items(names))
+                await builder.initialize(FinetuneConfig())
+                if answer_tokens is not None:
+                    builder.carry_over = answer_tokens, max_staleness
+                builder.restore_state(json.loads(json.dumps(state)))
+                evaluation.num_rollouts = len(collections)
+                await builder.start_run("run", {"example_ids": wanted})
+                collections.append(await builder.finalize("run"))
+                state, wanted = builder.state(), []
+            return collections
+
+        return asyncio.run(main())
+
+    return collect
+
+
+def rows_of(collections):
+    """The rows of all trajectories, by example and generation."""
+    trajectories = [t for collection in collections for group in collection.trajectories for t in group]
+    return {(t.example_id, t.generation): t.sequences for t in trajectories}
+
+
+@pytest.fixture(params=[0.0, pytest.param(0.5, marks=pytest.mark.slow)], ids=["no penalty", "a penalty"])
+def ask_at_once(request, policy):
+    """An agent with two requests at once, one of them for two answers, and one behind them."""
+    llm = ChatClient(policy)
+
+    async def agent(example):
+        name = [{"role": "user", "content": example["name"]}]
+        first, second = await asyncio.gather(
+            llm.chat(name, max_tokens=8, min_tokens=5, stop=["zzz"]),
+            llm.chat([*name, *name], max_tokens=2 + 5 * (example["name"] == "a"), n=2),
+        )
+        asked = f"{first.content} {second.choices[1].content}"
+        await llm.chat([{"role": "user", "content": asked}], max_tokens=7, top_k=20, presence_penalty=request.param)
+
+    return agent
+
+
+def test_carried_answers_are_those_of_one_collection(collect_until_all_have_ended, ask_at_once):
+    """Tokens, supports and versions; log-probabilities to rounding, as a prompt has other last bits than an answer."""
+    whole = collect_until_all_have_ended(ask_at_once, answer_tokens=None)
+    carried = collect_until_all_have_ended(ask_at_once)
+    assert len(whole) == 1 and [len(each.trajectories) for each in carried] == [0, 0, 0, 0, 2]
+    assert whole[0].metrics.keys() - carried[-1].metrics.keys() == set()
+    expected, found = rows_of(whole), rows_of(carried)
+    assert expected.keys() == found.keys() and len(found) == 4
+    for place, rows in expected.items():
+        for row, other in zip(rows, found[place], strict=True):
+            exact = {"sampler_logprobs", "behavior_logprobs"}
+            assert row.model_dump(exclude=exact) == other.model_dump(exclude=exact)
+            for name in exact:
+                assert dict(other)[name] == pytest.approx(dict(row)[name], abs=1e-5)
+    metrics = [each.metrics for each in carried]
+    assert [each["carried_groups"] for each in metrics] == [2, 2, 2, 2, 0]
+    assert [each["carried_collections_max"] for each in metrics] == [1, 2, 3, 4, 0]
+    # The answers of two tokens have ended in the first collection.
+    assert metrics[0]["carried_answers"] == 2 * (3 + 1) and metrics[0]["carried_tokens"] == 8 * ANSWER_TOKENS
+    assert all(each["lost_answers"] == each["failed_episodes"] == 0 for each in metrics)
+
+
+def test_a_group_ends_before_it_is_too_old(collect_until_all_have_ended, ask_at_once):
+    collections = collect_until_all_have_ended(ask_at_once, max_staleness=1)
+    assert [len(each.trajectories) for each in collections] == [0, 2]
+
+
+@pytest.mark.parametrize("kind", ["catches", "in a thread", "at random"])
+def test_agents_that_do_not_end_as_they_are_told(collect_until_all_have_ended, policy, kind):
+    """One that catches the error is carried over all the same; one that asks something else loses its answers."""
+    llm, asked = ChatClient(policy), random.Random(0)
+
+    async def ask(example):
+        content = str(asked.random()) if kind == "at random" else example["name"]
+        try:
+            return (await llm.chat([{"role": "user", "content": content}], max_tokens=5)).content
+        except asyncio.CancelledError:
+            if kind == "catches":
+                return "nothing"
+            raise
+
+    def ask_in_thread(example):
+        return llm.chat_sync([{"role": "user", "content": example["name"]}], max_tokens=5).content
+
+    agent = ask_in_thread if kind == "in a thread" else ask
+    collections = collect_until_all_have_ended(agent, "a", max_staleness=1)
+    assert [each.metrics["carried_answers"] for each in collections] == [2, 0]
+    assert collections[1].metrics["lost_answers"] == (2 if kind == "at random" else 0)
+    assert [len(row.tokens) > 5 for rows in rows_of(collections).values() for row in rows] == [True, True]
+
+
+def test_a_carried_group_of_another_dataset_is_refused(collect_until_all_have_ended, ask_at_once, make_items):
+    builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig())
+    builder.restore_state({"carried": [[3, "elsewhere", 1, []]]})
+
+    async def main():
+        await builder.bind_evaluation(Evaluation(ask_at_once, {}, None, 1, 0), make_items("a"))
+        await builder.start_run("run")
+
+    with pytest.raises(ValueError, match="elsewhere"):
+        asyncio.run(main())

@@ -175,3 +175,107 @@ def test_the_corrected_gradient_of_stale_answers_is_that_of_enumeration(stale_gr
     else:
         assert biases == pytest.approx([0.4264, 0.4264, 0.3068, 0.3068], abs=1e-4)
     np.testing.assert_allclose(gradients["sequence_truncate"], exact, atol=1e-6)
+
+
+# --- Answers that a length limit cuts: left out, trained, penalised, or carried over to the next collection.
+
+LONGEST, OF_COLLECTION, END = 4, 2, 0
+
+
+def answers_up_to(longest):
+    """All answers of three tokens to one prompt token, padded: `END` ends them, or the length does."""
+    ended, going_on = [], [()]
+    for _ in range(longest):
+        longer = [(*begun, token) for begun in going_on for token in range(3)]
+        ended += [answer for answer in longer if answer[-1] == END]
+        going_on = [answer for answer in longer if answer[-1] != END]
+    answers = ended + going_on
+    mask = np.array([[False] + [place < len(answer) for place in range(LONGEST)] for answer in answers])
+    return np.array([[0, *answer, *[0] * (LONGEST - len(answer))] for answer in answers]), mask
+
+
+def reward_of(answer):
+    """1 for a single 1 that ends at once, and for three of them, which take more than a collection gives."""
+    return float(tuple(answer[:2]) == (1, END) or list(answer).count(1) >= 3)
+
+
+@pytest.fixture(scope="module")
+def gradients_of_cut_answers():
+    """A function from the weights to the exact gradient of the expected reward, and what each treatment expects.
+
+    Advantages are rewards less their mean over what is trained. `step` is how far the weights were from those of
+    `AFTER` when carried answers began.
+    """
+    after = np.array([[0.3, 0.5, -0.2], [-0.1, 1.0, 0.1], [0.2, -0.4, 0.6], [-0.3, 0.2, 0.1]], np.float32)
+    direction = np.array([[0.5, -1.0, 0.3], [1.0, -0.6, 0.2], [-0.8, 0.4, 0.1], [0.6, -0.7, 0.9]], np.float32)
+    tokens, mask = answers_up_to(LONGEST)
+    rewards = np.array([reward_of(answer) for answer in tokens[:, 1:]], np.float32)
+    cut_tokens, cut_mask = answers_up_to(OF_COLLECTION)
+    is_cut = (cut_tokens[:, OF_COLLECTION] != END) & cut_mask[:, OF_COLLECTION]
+    cut_rewards = np.where(is_cut, 0.0, [reward_of(answer) for answer in cut_tokens[:, 1:]]).astype(np.float32)
+    unbounded = {"high": 1e6}
+    corrections = {"none": {}, "ratio": {}, "token_truncate": unbounded, "sequence_truncate": unbounded}
+
+    def logprobs(params, tokens, mask):
+        return jnp.where(mask, score_batch(TREE, params, Batch(jnp.array(tokens), jnp.array(mask))).logprobs, 0.0)
+
+    def expected(params, tokens, mask, rewards, behavior, correction=None):
+        """The expected gradient of the loss on answers of these log-probabilities, each weighted by its own."""
+        probabilities = jnp.exp(behavior.sum(axis=1))
+        advantages = rewards - (probabilities * rewards).sum() / probabilities.sum()
+        weighted = advantages * probabilities / probabilities.sum() * mask.sum()
+        batch = Batch(jnp.array(tokens), jnp.array(mask), advantages=weighted, behavior_logprobs=behavior)
+        options = {"loss": partial(policy_loss, loss="dapo", clip_low=1.0, clip_high=1e6)}
+        if correction is not None:
+            options["correction"] = partial(sampler_correction, kind=correction, **corrections[correction])
+        return -jax.grad(lambda params: grpo_loss(TREE, params, batch, **options)[0])(params)["logits"]
+
+    @jax.jit
+    def gradients(step):
+        params, before = {"logits": jnp.array(after)}, {"logits": after + step * direction}
+        exact = jax.grad(lambda params: (jnp.exp(logprobs(params, tokens, mask).sum(axis=1)) * rewards).sum())
+        begun, ended = logprobs(before, tokens, mask), logprobs(params, tokens, mask)
+        mixed = jnp.where(np.arange(LONGEST + 1) <= OF_COLLECTION, begun, ended)
+        cut = logprobs(params, cut_tokens, cut_mask)
+        kept = ~is_cut
+        of_treatments = {
+            "dropped": expected(params, cut_tokens[kept], cut_mask[kept], cut_rewards[kept], cut[kept]),
+            "trained": expected(params, cut_tokens, cut_mask, cut_rewards, cut),
+            "penalised": expected(params, cut_tokens, cut_mask, cut_rewards - is_cut, cut),
+        }
+        of_corrections = {kind: expected(params, tokens, mask, rewards, mixed, kind) for kind in corrections}
+        return exact(params)["logits"], of_treatments | of_corrections
+
+    return lambda step: jax.device_get(gradients(step))
+
+
+def test_answers_that_are_left_out_or_penalised_bias_the_gradient(gradients_of_cut_answers):
+    """Distance to the exact gradient, as a fraction of its norm, and the cosine with it."""
+    exact, found = gradients_of_cut_answers(0.0)
+    size = np.linalg.norm(exact)
+    table = {
+        name: (
+            np.linalg.norm(found[name] - exact) / size,
+            (found[name] * exact).sum() / np.linalg.norm(found[name]) / size,
+        )
+        for name in ("dropped", "trained", "penalised")
+    }
+    assert table["dropped"] == pytest.approx((0.940, 0.921), abs=1e-3)
+    assert table["trained"] == pytest.approx((0.411, 0.912), abs=1e-3)
+    assert table["penalised"] == pytest.approx((1.615, 0.354), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("step", "errors"),
+    [
+        (0.0, {"none": 0.0, "ratio": 0.0, "token_truncate": 0.0}),
+        (0.1, {"none": 0.095, "ratio": 0.059, "token_truncate": 0.059}),
+        (1.0, {"none": 0.710, "ratio": 0.476, "token_truncate": 0.476}),
+    ],
+)
+def test_carried_answers_are_biased_by_the_change_of_the_weights_only(gradients_of_cut_answers, step, errors):
+    """With ratios per token by less than without any, with the weight of the whole answer by nothing."""
+    exact, found = gradients_of_cut_answers(step)
+    distances = {name: np.linalg.norm(found[name] - exact) / np.linalg.norm(exact) for name in errors}
+    assert distances == pytest.approx(errors, abs=1e-3 if step else 1e-5)
+    np.testing.assert_allclose(found["sequence_truncate"], exact, atol=1e-6)
