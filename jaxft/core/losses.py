@@ -5,7 +5,7 @@ applied before every `exp` and `log`, so padding may hold any values. Letters: `
 """
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,24 +124,21 @@ def policy_loss(
     aggregation = aggregation or preset.aggregation
     clip_low = preset.clip_low if clip_low is None else clip_low
     clip_high = preset.clip_high if clip_high is None else clip_high
-    logprobs, old_logprobs = as_array("logprobs", logprobs), as_array("old_logprobs", old_logprobs)
-    advantages, completion_mask = as_array("advantages", advantages), as_array("completion_mask", completion_mask)
-    ref_logprobs, policy_weights = as_array("ref_logprobs", ref_logprobs), as_array("policy_weights", policy_weights)
-    segment_ids = as_array("segment_ids", segment_ids)
-    trajectory_tokens, selected = as_array("trajectory_tokens", trajectory_tokens), as_array("selected", selected)
+    given = {
+        "logprobs": logprobs,
+        "old_logprobs": old_logprobs,
+        "completion_mask": completion_mask,
+        "ref_logprobs": ref_logprobs,
+        "policy_weights": policy_weights,
+        "segment_ids": segment_ids,
+        "trajectory_tokens": trajectory_tokens,
+        "selected": selected,
+    }
+    advantages, tables = as_array("advantages", advantages), {name: as_array(name, x) for name, x in given.items()}
+    logprobs, old_logprobs, completion_mask, *others = tables.values()
+    ref_logprobs, policy_weights, segment_ids, trajectory_tokens, selected = others
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
-    _check_inputs(
-        logprobs,
-        old_logprobs,
-        advantages,
-        completion_mask,
-        beta,
-        ref_logprobs,
-        policy_weights,
-        segment_ids,
-        trajectory_tokens,
-        selected,
-    )
+    _check_inputs(tables, advantages, beta)
 
     mask = completion_mask
     per_token_advantages = advantages if advantages.ndim == 2 else advantages[:, None]
@@ -160,8 +157,8 @@ def policy_loss(
         importance = jax.lax.stop_gradient(of_whole_row) + own  # [B T]
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
 
-    tables = ratio, log_ratio, logprobs, old_logprobs, per_token_advantages, mask
-    inputs = SurrogateInputs(*tables, clip_low, clip_high, delta, selected, cov_kl_coef)
+    shared = ratio, log_ratio, logprobs, old_logprobs, per_token_advantages, mask
+    inputs = SurrogateInputs(*shared, clip_low, clip_high, delta, selected, cov_kl_coef)
     surrogate = SURROGATES[preset.surrogate]
     policy_term = surrogate.loss(inputs)
     if policy_weights is not None:
@@ -264,39 +261,18 @@ def _check_knobs(
         raise ValueError("'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None")
 
 
-def _check_inputs(
-    logprobs: Array,
-    old_logprobs: Array | None,
-    advantages: Array,
-    completion_mask: Array,
-    beta: float,
-    ref_logprobs: Array | None,
-    policy_weights: Array | None,
-    segment_ids: Array | None,
-    trajectory_tokens: Array | None,
-    selected: Array | None,
-) -> None:
-    if beta and ref_logprobs is None:
+def _check_inputs(tables: Mapping[str, Any], advantages: Array, beta: float) -> None:
+    if beta and tables["ref_logprobs"] is None:
         raise ValueError(
             f"beta is {beta}, but ref_logprobs is None; give the reference's log-probabilities or set beta to 0"
         )
-    check_shapes(
-        "B T",
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        completion_mask=completion_mask,
-        ref_logprobs=ref_logprobs,
-        policy_weights=policy_weights,
-        segment_ids=segment_ids,
-        trajectory_tokens=trajectory_tokens,
-        selected=selected,
-    )
-    check_mask("completion_mask", completion_mask)
-    if selected is not None:
-        check_mask("selected", selected)
-    shape = logprobs.shape
-    if advantages.shape != shape and (segment_ids is not None or advantages.shape != shape[:1]):
-        wanted = shape if segment_ids is not None else f"{shape[:1]} or {shape}"
+    check_shapes("B T", **tables)
+    for name in ("completion_mask", "selected"):
+        if tables[name] is not None:
+            check_mask(name, tables[name])
+    shape, is_packed = tables["logprobs"].shape, tables["segment_ids"] is not None
+    if advantages.shape != shape and (is_packed or advantages.shape != shape[:1]):
+        wanted = shape if is_packed else f"{shape[:1]} or {shape}"
         raise ValueError(f"advantages have shape {advantages.shape}; wanted {wanted}")
 
 

@@ -393,6 +393,7 @@ def score_batch(
     entropy_gradient: bool = False,
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
+    with_sum_pi_squared: bool = False,
 ) -> Scored:
     """Return log-probabilities and entropies of a batch's trained tokens, at the temperatures they were sampled with.
 
@@ -425,4 +426,5 @@ def score_batch(
         teacher_params=teacher_params,
         supports=batch.supports,
         completion_mask=mask,
+        with_sum_pi_squared=with_sum_pi_squared,
     )

@@ -75,7 +75,7 @@ class Scored(NamedTuple):
     `next_values[b, t]` is the value of `tokens[b, :t + 1]`, also for the last token of a row or segment.
     `divergence` is that of the token's whole distribution from a teacher's; None without a teacher.
     `overflows` is 1 for tokens on whose account the head's logits were computed twice; None unless the scores are those
-    of `fused_token_logprobs`.
+    of `fused_token_logprobs`. `sum_pi_squared` is the sum of the squared probabilities of the vocabulary, if asked for.
     """
 
     logprobs: Float[Array, "B T"]
@@ -84,6 +84,7 @@ class Scored(NamedTuple):
     next_values: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None
     overflows: Float[Array, "B T"] | None = None
+    sum_pi_squared: Float[Array, "B T"] | None = None
 
 
 class Denominators(NamedTuple):

@@ -16,6 +16,7 @@ from jaxft.core.advantages import (
     estimate_advantages,
     gae,
     normalize_then_sum,
+    optimal_token_advantages,
     outcome_rewards,
     reward_to_go,
     soft_overlong_punishment,
@@ -396,7 +397,7 @@ def _advantages_per_trajectory(
 def _advantages_per_token(
     job: TrainingBatch, credit: CollectedRewards, mask: np.ndarray, k1: np.ndarray, loss: LossConfig
 ) -> dict[str, np.ndarray]:
-    """Return the advantage, whitened but for a function of one's own, and for GAE the return of every token."""
+    """Return the advantage of every token, which `reinforce_pp` and `gae` whiten, and for `gae` its return."""
 
     def rows(values: np.ndarray) -> np.ndarray:
         table = np.zeros((len(job.trajectories), job.packing.lengths.max()), values.dtype)
@@ -413,6 +414,12 @@ def _advantages_per_token(
         tables = {"token_rewards": rewards, "completion_mask": trained, "rewards": credit.rewards}
         found["advantages"] = _own_advantages(job, credit, loss, trained.shape, **tables)[job.places]
         return found
+    if loss.estimator == "optimal_token":
+        of_policy = job.batch.old_logprobs, job.sum_pi_squared
+        logprobs, squares = (rows(np.asarray(table, np.float64)[job.tokens]) for table in of_policy)
+        to_go: Any = reward_to_go(rewards, trained, gamma=loss.gamma)
+        groups = credit.group_ids[job.trajectories]
+        return {"advantages": optimal_token_advantages(to_go, logprobs, squares, trained, groups)[job.places]}
     if loss.estimator == "reinforce_pp":
         advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
     else:

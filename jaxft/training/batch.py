@@ -90,6 +90,7 @@ class TrainingBatch(NamedTuple):
             unless the loss is ppo.
         teacher_logprobs: `[B T]` log-probabilities of the tokens under the teacher of a distillation by sampled tokens;
             None without one.
+        sum_pi_squared: `[B T]` sums of squared probabilities under the policy; None unless the estimator reads them.
         support_ids: `[B T]` index into `supports` of the tokens that each token could be drawn from; None if all tokens
             of the job are trained over the whole vocabulary.
         supports: `[U W]` packed supports, each of them once; the first is that of the whole vocabulary.
@@ -105,6 +106,7 @@ class TrainingBatch(NamedTuple):
     is_cut: np.ndarray
     bootstrap_values: np.ndarray | None = None
     teacher_logprobs: Any = None
+    sum_pi_squared: Any = None
     support_ids: np.ndarray | None = None
     supports: np.ndarray | None = None
 
@@ -321,9 +323,10 @@ def with_scores(
         reference: scores with the reference policy of the KL; None to skip.
         teacher: scores with the teacher of a distillation by sampled tokens; None to skip.
     """
-    batch, behind = job.batch, None
+    batch, behind, squares = job.batch, None, None
     if policy is not None:
         old = score_tokens(job, policy)
+        squares = old.sum_pi_squared
         batch = batch._replace(old_logprobs=old.logprobs, old_values=old.values)
         if old.next_values is not None:
             rows, starts, lengths = job.packing[:3]
@@ -332,7 +335,7 @@ def with_scores(
     if reference is not None:
         batch = batch._replace(ref_logprobs=score_tokens(job, reference).logprobs)
     by_teacher = None if teacher is None else score_tokens(job, teacher).logprobs
-    return job._replace(batch=batch, bootstrap_values=behind, teacher_logprobs=by_teacher)
+    return job._replace(batch=batch, bootstrap_values=behind, teacher_logprobs=by_teacher, sum_pi_squared=squares)
 
 
 def before_scoring(batch: Batch) -> Batch:
@@ -411,10 +414,9 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
         ids: Any = segments(packing)[0]  # counted from 1 in each row
         batch = batch._replace(segment_ids=ids)
     turns = moved(job.turns, fill=-1)
-    of_supports = None if job.support_ids is None else moved(job.support_ids), job.supports
-    return TrainingBatch(
-        batch, packing, shapes, job.trajectories[chosen], *index, turns, job.is_cut[chosen], None, None, *of_supports
-    )
+    ids = None if job.support_ids is None else moved(job.support_ids)
+    of_sequences = job.trajectories[chosen], *index, turns, job.is_cut[chosen]
+    return TrainingBatch(batch, packing, shapes, *of_sequences, support_ids=ids, supports=job.supports)
 
 
 def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool) -> Batch:

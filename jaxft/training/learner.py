@@ -17,7 +17,7 @@ from jaxft.core.losses import preference_loss
 from jaxft.core.packing import unpack
 from jaxft.core.partition import POLICY, TEACHER, combine, partition, trainable
 from jaxft.core.sharding import commit_like, compute_devices, compute_platform
-from jaxft.core.types import Batch, Model, Params
+from jaxft.core.types import Batch, Model, Params, Scored
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import Remat
@@ -163,7 +163,8 @@ class Learner:
                 "loss 'kl_cov' makes one update of each job, where its penalty has no gradient: set num_minibatches or "
                 "num_iterations above 1, or take 'clip_cov'"
             )
-        self._needs_old = loss.is_policy_loss and (self._has_several_updates or in_reward or loss.name == "ppo")
+        reads_scores = in_reward or loss.estimator in ("gae", "optimal_token")
+        self._needs_old = loss.is_policy_loss and (self._has_several_updates or reads_scores)
         self.opt_state: Any = None
         self.step: Any = None
         self.reference = reference
@@ -393,7 +394,7 @@ class Learner:
             head = None if self.value_head is None else state.params["value_head"]
             recorded = before_scoring(batch)
             if self._needs_old:
-                self._scored(policy, recorded, value_head=head)
+                self._policy_scorer(policy)(recorded, value_head=head)
             if self.loss.needs_reference:
                 self._scored(policy, recorded, value_head=None)
             if (teacher := self._teacher_scorer()) is not None:
@@ -470,8 +471,9 @@ class Learner:
         reference = partial(self._scored, self.reference.whole(params), value_head=None)
         return policy, pausing(reference, pause), teacher
 
-    def _policy_scorer(self, params: Params) -> Scorer:
-        return partial(self._scored, params, value_head=self.value_head)
+    def _policy_scorer(self, params: Params) -> Callable[..., Scored]:
+        options = {"with_sum_pi_squared": True} if self.loss.estimator == "optimal_token" else {}
+        return partial(self._scored, params, value_head=self.value_head, **options)
 
     def _teacher_scorer(self) -> Scorer | None:
         """Return the scorer of a distillation by sampled tokens."""
