@@ -158,7 +158,8 @@ class Learner:
         self._packing, self._seed = packing, seed
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
-        if loss.name == "kl_cov" and not self._has_several_updates and loss.correction is None:
+        is_moved = self._has_several_updates or (loss.correction is not None and loss.correction.name == "ratio")
+        if loss.name == "kl_cov" and not is_moved:
             raise ValueError(
                 "loss 'kl_cov' makes one update of each job, where its penalty has no gradient: set num_minibatches or "
                 "num_iterations above 1, or take 'clip_cov'"

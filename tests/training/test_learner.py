@@ -160,7 +160,7 @@ def test_selected_tokens_go_with_their_rows_into_minibatches(job, start):
     assert metrics["loss"] > 10  # the penalty of the second update
     assert metrics["observation_tokens"] == metrics["observation_loss"] == 0  # no tool was called
     with pytest.raises(ValueError, match="'kl_cov' makes one update of each job"):
-        learn(job, start, knobs)
+        learn(job, start, knobs | {"correction": {"name": "token_mask"}})
 
 
 def test_a_job_makes_an_update_for_each_minibatch(job, start):
