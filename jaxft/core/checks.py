@@ -114,7 +114,7 @@ def as_batch(batch: Batch) -> Batch:
     >>> as_batch(Batch([[5, 6]], [[False, True]])).tokens.shape
     (1, 2)
     """
-    batch = Batch(**{name: as_array(f"batch.{name}", x) for name, x in batch._asdict().items()})
+    batch = Batch(**{name: as_array(f"batch.{name}", x) for name, x in batch._asdict().items()})  # Branches stay
     check_batch_shapes(batch)
     check_mask("batch.completion_mask", batch.completion_mask)
     if batch.observation_mask is not None:
@@ -139,7 +139,7 @@ def check_batch_shapes(batch: Batch) -> None:
     wanted = np.shape(batch.tokens)
     if len(wanted) != 2:
         raise ValueError(f"batch.tokens has shape {wanted}; wanted [B T]")
-    for name, x in batch._asdict().items():
+    for name, x in batch._replace(branches=None)._asdict().items():
         is_per_row = name == "advantages" and x is not None and np.shape(x) == wanted[:1]
         shape = np.shape(x)[:2] if name == "supports" else np.shape(x)
         if x is not None and shape != wanted and not is_per_row:
@@ -219,7 +219,8 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     """
     batch = as_batch(batch)
     tokens, mask = np.asarray(batch.tokens), np.asarray(batch.completion_mask)
-    given = {name: np.asarray(x) for name, x in batch._asdict().items() if x is not None}
+    tables = batch._replace(branches=None)._asdict()
+    given = {name: np.asarray(x) for name, x in tables.items() if x is not None}
     if not mask.any():
         raise ValueError("completion_mask is False everywhere: there is no token to train")
     starts = np.zeros(mask.shape, bool)
@@ -227,6 +228,10 @@ def check_batch(batch: Batch, vocabulary: int | None = None) -> None:
     if batch.segment_ids is not None:
         segment_ids = np.asarray(batch.segment_ids)
         starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+        if batch.branches is not None:  # whose first tokens the last one of the prefix predicts, if there is any
+            first, width = batch.branches.prefix_tokens, mask.shape[1]
+            step = (width - first) // batch.branches.count
+            starts[:, first::step] = segment_ids[:, first - 1 : first] == 0
     _refuse(mask & starts, "completion_mask", "is True on the first token of a sequence, which nothing predicts")
     limit = np.inf if vocabulary is None else vocabulary
     _refuse((tokens < 0) | (tokens >= limit), "tokens", f"is outside the vocabulary of {limit}")

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.divergence import Teacher, divergence
 from jaxft.core.fused_head import fused_token_logprobs, takes_fused_head
+from jaxft.core.packing import Branches
 from jaxft.core.sharding import ROW_AXES, compute_platform
 from jaxft.core.softmax import Statistics, logprobs_by, scaling_temperature, softmax_statistics
 from jaxft.core.types import Model, Params, Scored, same_params
@@ -84,6 +85,7 @@ def token_logprobs(
     supports: UInt32[Array, "B T W"] | None = None,
     completion_mask: Bool[Array, "B T"] | None = None,
     with_sum_pi_squared: bool = False,
+    branches: Branches | None = None,
 ) -> Scored:
     """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
@@ -108,6 +110,8 @@ def token_logprobs(
         completion_mask: True for the tokens to score, which come first into the chunks, so that chunks without any are
             skipped; the scores of others are 0, without a gradient. None for all.
         with_sum_pi_squared: True to compute the sum of squared probabilities, too, by a second pass of the head.
+        branches: columns of rows whose sequences share a prefix; the first token of each branch is predicted by the
+            last one of the prefix. None for others.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -132,14 +136,19 @@ def token_logprobs(
     if positions is None:
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
 
-    hidden, _ = model.apply(params, tokens, positions, segment_ids=segment_ids)  # [B T D]
+    def before(model: Model, params: Params | None) -> tuple[Array, Array]:
+        """Return the hidden states of all tokens, and those that predict the second token of the row and later ones."""
+        apply = model.apply if branches is None else partial(model.apply, branches=branches)
+        hidden, _ = apply(params, tokens, positions, segment_ids=segment_ids)  # [B T D]
+        return hidden, previous(hidden, branches)
+
+    hidden, predicting = before(model, params)
     if not isinstance(tokens, jax.core.Tracer):
         check_token_ids("tokens", tokens, vocabulary_size(model, params))
-    scored = [hidden[:, :-1], tokens[:, 1:], temperature[:, 1:]]
+    scored = [predicting, tokens[:, 1:], temperature[:, 1:]]
     if teacher is not None:
         teacher_params = jax.lax.stop_gradient(teacher_params)
-        its_hidden, _ = teacher.model.apply(teacher_params, tokens, positions, segment_ids=segment_ids)
-        scored.append(jax.lax.stop_gradient(its_hidden[:, :-1]))
+        scored.append(jax.lax.stop_gradient(before(teacher.model, teacher_params)[1]))
     options = [None if each is None else each[:, 1:] for each in (completion_mask, supports)]
     logprobs, entropy, *others = _score(
         model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *options, *scored
@@ -150,14 +159,16 @@ def token_logprobs(
         next_values = wide @ value_head["kernel"] + value_head["bias"]  # [B T]
     continues = None
     if segment_ids is not None:
-        continues = jnp.pad(segment_ids[:, 1:] == segment_ids[:, :-1], ((0, 0), (1, 0)))
+        # A first branch and a further one are other segments than padding, and continue any prefix.
+        ids = segment_ids if branches is None else (segment_ids > 0).astype(jnp.int32)
+        continues = jnp.pad(ids[:, 1:] == previous(ids, branches), ((0, 0), (1, 0)))
 
     def shifted(x: Array) -> Array:
         """Shift scores to the tokens that they describe; the first token of a row or segment gets 0."""
         aligned = jnp.pad(x, ((0, 0), (1, 0)))  # [B T]
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
-    values = None if next_values is None else shifted(next_values[:, :-1])
+    values = None if next_values is None else shifted(previous(next_values, branches))
     scores = Scored(shifted(logprobs), shifted(entropy), values, next_values)
     if with_sum_pi_squared:  # log sum(p^2) = 2 log p_y - log q_y for any y, as q is p^2, normalised
         scored[2] = scaling_temperature(temperature[:, 1:]) / 2
@@ -166,6 +177,21 @@ def token_logprobs(
         is_scored = True if completion_mask is None else completion_mask
         scores = scores._replace(sum_pi_squared=jnp.where(is_scored, shifted(squares), 0.0))
     return scores._replace(**{"overflows" if teacher is None else "divergence": shifted(x) for x in others})
+
+
+def previous(x: Shaped[Array, "B T *N"], branches: Branches | None = None) -> Shaped[Array, "B T-1 *N"]:
+    """Return the entry before each one of a row, from the second on; before each branch is the last of the prefix.
+
+    >>> print(previous(jnp.arange(7)[None], Branches(3, count=2)))  # columns of the prefix, and of two branches
+    [[0 1 2 3 2 5]]
+    """
+    if branches is None:
+        return x[:, :-1]
+    end = branches.prefix_tokens
+    of_branches = x[:, end:].reshape(len(x), branches.count, -1, *x.shape[2:])
+    last = jnp.broadcast_to(x[:, None, end - 1 : end], (*of_branches.shape[:2], 1, *x.shape[2:]))
+    before = jnp.concatenate([last, of_branches[:, :, :-1]], axis=2)
+    return jnp.concatenate([x[:, : end - 1], before.reshape(len(x), -1, *x.shape[2:])], axis=1)
 
 
 def init_value_head(hidden_size: int) -> Params:

@@ -427,4 +427,5 @@ def score_batch(
         supports=batch.supports,
         completion_mask=mask,
         with_sum_pi_squared=with_sum_pi_squared,
+        branches=batch.branches,
     )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jaxft.core.packing import Branches
 from jaxft.core.sharding import Sharding
 
 Params = dict[str, Any]
@@ -40,7 +41,8 @@ class Model(NamedTuple):
             of their row up to their own position. Tables number the pages of the whole cache, also on a mesh; a decoder
             on GPUs takes them with the pages that rows share (`jaxft.core.cache.SharedTables`). The positions of a row
             are consecutive and, where there are several, begin at the first place of a page; from the first negative
-            one on, tokens are padding that no token sees and whose results mean nothing.
+            one on, tokens are padding that no token sees and whose results mean nothing. Decoders also take `branches`,
+            the columns of rows whose sequences share their first tokens.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32; apart from `apply` so that it can be chunked.
             It also takes `head(params)`, gathered on every device, in place of `params`.
         init_cache: `(pages, dtype) -> cache` of so many empty pages.
@@ -116,6 +118,7 @@ class Batch(NamedTuple):
     `observation_mask` is True for tokens of the results of tools, none of which the policy chose.
     `selected` is True for the tokens that clip_cov and kl_cov treat in another way (`select_tokens`).
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
+    With `branches` the sequences of a row share their first tokens, which are in the row once.
     """
 
     tokens: Int[Array, "B T"]
@@ -134,6 +137,7 @@ class Batch(NamedTuple):
     selected: Bool[Array, "B T"] | None = None
     observation_mask: Bool[Array, "B T"] | None = None
     supports: UInt32[Array, "B T W"] | None = None
+    branches: Branches | None = None
 
     @property
     def counted(self) -> tuple[Any, ...]:

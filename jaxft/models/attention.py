@@ -134,17 +134,17 @@ def attend_in_chunks(
     seen: HeadRows,
     places: Int[Array, "#B T"],
     scores: Scores,
-    segment_ids: Int[Array, "B T"] | None,
+    segment_ids: Int[Array, "B S"] | None,
     chunk: int,
 ) -> Float[Array, "B T H h"]:
     """Return `attend` of `chunk` queries at a time, so that its memory, gradients included, is linear in tokens.
 
     Args:
         q: queries.
-        seen: keys and values of the same tokens.
+        seen: keys and values of the rows that the queries end.
         places: position of each query among the keys.
         scores: scale, window and soft cap.
-        segment_ids: sequence of each token in packed rows; keys are those of the same tokens.
+        segment_ids: sequence of each key in packed rows.
         chunk: queries of a row that are computed at once. Gradients of keys and values are summed over chunks in
             float32, as their own dtype, if bfloat16, rounds each time.
     """
@@ -162,7 +162,7 @@ def attend_in_chunks(
         narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), wide, seen)
         return attend(q, narrow, visible_keys(places, keys, scores.window, segments, segment_ids), scores)
 
-    parts = cut(q), cut(places), None if segment_ids is None else cut(segment_ids)
+    parts = cut(q), cut(places), None if segment_ids is None else cut(segment_ids[:, -length:])
     mixed = jnp.moveaxis(jax.lax.map(attend_chunk, parts), 0, 1)  # [B T/chunk chunk H h]
     return mixed.reshape(q.shape[0], -1, *q.shape[2:])[:, :length]
 

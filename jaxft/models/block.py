@@ -1,11 +1,12 @@
 """A layer of a decoder: attention and feed-forward as flax nnx modules, and what all layers of a call share.
 
 What a layer has is read from the `DecoderConfig`, and its window and positions from the layer's `LayerKind`.
-Letters: `B` rows, `T` tokens, `C` columns of a page table, `S` tokens attended to, `D` hidden, `H` query heads, `K`
-key/value heads, `N` heads, `h` head width.
+Letters: `B` rows, `T` tokens, `Q` tokens that attend, `C` columns of a page table, `S` tokens attended to, `D` hidden,
+`H` query heads, `K` key/value heads, `N` heads, `h` head width.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.cache import SharedPages
+from jaxft.core.packing import Branches
 from jaxft.core.sharding import Sharding, by_heads, by_rows, compute_devices, compute_platform
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
 from jaxft.models.flash import (
     AMPERE,
+    MOST_SEGMENTS,
     Kernel,
     Spans,
     announce,
@@ -32,19 +35,28 @@ from jaxft.models.layers import QKV, Angles, FeedForward, Linear, RMSNorm, head_
 from jaxft.models.lora import joined_adapter
 from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
 from jaxft.models.rope import Rope
+from jaxft.models.shared_prefix import branch_rows, prefix_attention, takes_prefix, with_prefix
 
 PROJECTED = "attention projections"
 """Checkpoint name of the outputs of attention's projections. An adapter's product is saved within its projection's."""
+
+
+class RowMask(NamedTuple):
+    """The keys that the last tokens of whole rows see."""
+
+    visible: Mapping[int | None, Bool[Array, "B Q S"] | None]
+    """By window; None where the reference computes chunk by chunk."""
+    segment_ids: Int[Array, "B S"] | None
+    spans: Spans | None  # of `segment_ids`, where cuDNN takes them
 
 
 class Context(NamedTuple):
     """Rotary angles of the tokens and what they see, for every kind of layer."""
 
     angles: Mapping[Rope | None, Angles | None]
-    visible: Mapping[int | None, Bool[Array, "B T S"] | None]
-    """By window; None where there are pages, or the reference computes chunk by chunk."""
-    segment_ids: Int[Array, "B T"] | None
-    spans: Spans | None  # of `segment_ids`, where cuDNN takes them
+    rows: RowMask | None  # None with pages; with branches, the mask of the prefixes
+    branch_rows: RowMask | None  # rows of a prefix and one branch, of the tokens of which only the branch asks
+    branches: Branches | None
     paged: PagedRows | None  # None without a cache
     sharding: Sharding | None
     in_halves: bool  # for `invariant_sum`: sampling on a CPU
@@ -58,33 +70,55 @@ def make_context(
     sharding: Sharding | None = None,
     shared: SharedPages | None = None,
     dtype: Any = jnp.float32,
+    branches: Branches | None = None,
 ) -> Context:
     """Make rotary angles and attention mask: a token sees itself and earlier tokens of its segment, within the window.
 
     Without pages, tokens are ordered by their column, as positions restart in each packed segment; with pages, by their
-    positions; rows may share the first of them. `dtype` is that of queries and keys, which decides the kernel of packed
-    rows.
+    positions; rows may share the first of them. With `branches`, tokens see the prefix and their own branch. `dtype` is
+    that of queries and keys, which decides the kernel of packed rows.
     """
     ropes = {kind.rope for kind in config.pattern}
     angles = {rope: None if rope is None else rotary_angles(rope, config.head_dim, positions) for rope in ropes}
-    windows = {kind.window for kind in config.pattern}
     if tables is not None:
         counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts, shared)
-        nothing = dict.fromkeys(windows)
-        return Context(angles, nothing, None, None, paged, sharding, in_halves=compute_platform(sharding) == "cpu")
-    (rows, length), devices = positions.shape, 1 if sharding is None else sharding.devices
-    visible: dict[int | None, Array | None] = dict.fromkeys(windows)
-    if query_chunk((rows, length, config.num_heads), length, devices) == length:
+        return Context(angles, None, None, None, paged, sharding, in_halves=compute_platform(sharding) == "cpu")
+    mask = partial(make_row_mask, config, sharding, dtype)
+    if branches is None or segment_ids is None:
+        rows = mask(segment_ids, positions.shape, positions.shape[1])
+        return Context(angles, rows, None, None, None, sharding, in_halves=False)
+    is_real = (segment_ids > 0).astype(jnp.int32)  # of one sequence in each prefix with a branch, and padding
+    prefix, ids = is_real[:, : branches.prefix_tokens], with_prefix(is_real, branches)
+    most = 3  # spans of padding, tokens, padding
+    rows = mask(prefix, prefix.shape, prefix.shape[1], most)
+    branch_rows = mask(ids, ids.shape, ids.shape[1] - prefix.shape[1], most)
+    return Context(angles, rows, branch_rows, branches, None, sharding, in_halves=False)
+
+
+def make_row_mask(
+    config: DecoderConfig,
+    sharding: Sharding | None,
+    dtype: Any,
+    segment_ids: Int[Array, "B S"] | None,
+    shape: tuple[int, ...],
+    queries: int,
+    most_spans: int = MOST_SEGMENTS,
+) -> RowMask:
+    """Make the mask of the last `queries` tokens of rows of this shape, for every window of the model."""
+    (rows, length), devices = shape, compute_devices(sharding)
+    visible: dict[int | None, Array | None] = {kind.window: None for kind in config.pattern}
+    if query_chunk((rows, queries, config.num_heads), length, 1 if sharding is None else sharding.devices) == queries:
         keys = jnp.arange(length)
-        for window in windows:
-            seen = visible_keys(keys[None], keys, window, segment_ids, segment_ids)
-            visible[window] = jnp.broadcast_to(seen, (rows, length, length))
+        for window in visible:
+            asking = None if segment_ids is None else segment_ids[:, -queries:]
+            seen = visible_keys(keys[None, -queries:], keys, window, asking, segment_ids)
+            visible[window] = jnp.broadcast_to(seen, (rows, queries, length))
     spans = None
     if segment_ids is not None:
-        kernels = layer_kernels(config, dtype, compute_devices(sharding), has_segments=True).values()
-        spans = find_spans(segment_ids) if "cudnn" in {choice.kernel for choice in kernels} else None
-    return Context(angles, visible, segment_ids, spans, None, sharding, in_halves=False)
+        kernels = layer_kernels(config, dtype, devices, has_segments=True).values()
+        spans = find_spans(segment_ids, most_spans) if "cudnn" in {choice.kernel for choice in kernels} else None
+    return RowMask(visible, segment_ids, spans)
 
 
 class Attention(nnx.Module):
@@ -198,24 +232,51 @@ class Attention(nnx.Module):
         scores: Scores,
         context: Context,
     ) -> Float[Array, "B T H h"]:
-        """Return attention within whole rows by the kernel that takes them, or by the reference.
+        """Return attention within whole rows; with a shared prefix, that within it and that of each branch."""
+        branches, mask = context.branches, context.branch_rows
+        assert context.rows is not None
+        if branches is None or mask is None:
+            return self.attend_rows(q, k, v, scores, context.rows, context)
+        end, ids, sharding = branches.prefix_tokens, context.rows.segment_ids, context.sharding
+        assert ids is not None
+        longest = end + (q.shape[1] - end) // branches.count
+        whole = scores._replace(window=None if (scores.window or longest) >= longest else scores.window)
+        if takes_prefix(kernel_for(q, whole, sharding, has_segments=False), whole):
+            lengths = ids.sum(axis=1)
+            return prefix_attention(q, k, v, scale=scores.scale, branches=branches, lengths=lengths, sharding=sharding)
+        prefix = self.attend_rows(q[:, :end], k[:, :end], v[:, :end], scores, context.rows, context)
+        keys, values = with_prefix(k, branches), with_prefix(v, branches)
+        attended = self.attend_rows(branch_rows(q, branches), keys, values, scores, mask, context)
+        return jnp.concatenate([prefix, attended.reshape(len(q), -1, *q.shape[2:])], axis=1)
+
+    def attend_rows(
+        self,
+        q: Float[Array, "B Q H h"],
+        k: Float[Array, "B T K h"],
+        v: Float[Array, "B T K h"],
+        scores: Scores,
+        mask: RowMask,
+        context: Context,
+    ) -> Float[Array, "B Q H h"]:
+        """Return attention of the last tokens of whole rows by the kernel that takes them, or by the reference.
 
         The reference goes chunk by chunk where the scores of all queries are too large.
         """
-        length, ids, sharding = q.shape[1], context.segment_ids, context.sharding
-        visible = context.visible[scores.window]
+        queries, length, sharding = q.shape[1], k.shape[1], context.sharding
+        visible = mask.visible[scores.window]
         if scores.window is not None and scores.window >= length:
             scores = scores._replace(window=None)
-        kernel = kernel_for(q, scores, context)
+        kernel = kernel_for(q, scores, sharding, has_segments=mask.segment_ids is not None)
         if kernel != "xla":
-            segments = context.spans if kernel == "cudnn" else ids
+            segments = mask.spans if kernel == "cudnn" else mask.segment_ids
             return row_attention(q, k, v, kernel=kernel, scores=scores, segments=segments, sharding=sharding)
         seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
         if visible is not None:
             attended = attend(q, seen, visible, scores)
         else:
             chunk = query_chunk(q.shape, length, 1 if sharding is None else sharding.devices)
-            attended = attend_in_chunks(q, seen, jnp.arange(length)[None], scores, ids, chunk)
+            places = jnp.arange(length - queries, length)[None]
+            attended = attend_in_chunks(q, seen, places, scores, mask.segment_ids, chunk)
         return by_heads(sharding, attended)
 
 
@@ -224,9 +285,9 @@ def rotated(x: Float[Array, "B T N h"], angles: Angles | None, context: Context)
     return x if angles is None else rotate(x, angles, compute_platform(context.sharding))
 
 
-def kernel_for(q: Float[Array, "B T H h"], scores: Scores, context: Context) -> Kernel:
+def kernel_for(q: Float[Array, "B Q H h"], scores: Scores, sharding: Sharding | None, *, has_segments: bool) -> Kernel:
     """Return the kernel of rows without a cache, and log the choice."""
-    devices, has_segments = compute_devices(context.sharding), context.segment_ids is not None
+    devices = compute_devices(sharding)
     choice = choose_kernel(q.dtype, q.shape[-1], scores, devices, has_segments=has_segments)
     if q.shape[1] > 1:  # a single token only asks for shapes
         announce(choice, q.dtype, q.shape[-1], scores, devices[0], has_segments)

@@ -18,6 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
 from jaxft.core.cache import SharedTables
+from jaxft.core.packing import Branches
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Sharding, by_rows, compute_platform, constrain, gather_params
 from jaxft.core.types import Model, Params
@@ -205,10 +206,11 @@ def apply(
     cache: tuple[LayerPages, ...] | None = None,
     tables: Int[Any, "B C"] | SharedTables | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    branches: Branches | None = None,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...] | None]:
     """Return the hidden state of each token and the cache, as `Model.apply` says."""
     if cache is None:
-        return score(net, params, tokens, positions, segment_ids), None
+        return score(net, params, tokens, positions, segment_ids, branches), None
     if segment_ids is not None:
         raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
     return decode(net, params, tokens, positions, cache, tables)
@@ -220,15 +222,18 @@ def score(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None,
+    branches: Branches | None,
 ) -> Float[Array, "B T D"]:
     """Return the hidden state of each token of whole rows, layer by layer."""
     config, sharding = net.config, net.sharding
     params = put_beside(net.narrow(params))
     norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
     x = embed(net, params, tokens, is_sampled=False)  # [B T D]
-    context = make_context(config, by_rows(sharding, positions), None, segment_ids, sharding, dtype=x.dtype)
-    if context.spans is not None:  # rows whose segments cuDNN cannot keep apart are not silently wrong
-        x = jnp.where(context.spans.is_refused[:, None, None], jnp.nan, x)
+    positions = by_rows(sharding, positions)
+    context = make_context(config, positions, None, segment_ids, sharding, dtype=x.dtype, branches=branches)
+    spans = None if context.rows is None else context.rows.spans
+    if spans is not None:  # rows whose segments cuDNN cannot keep apart are not silently wrong
+        x = jnp.where(spans.is_refused[:, None, None], jnp.nan, x)
 
     def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T D"]:
         output: Array = block_binder(config, net.lora)(net.gather(layer))(x, kind, context, None)[0]

@@ -182,8 +182,8 @@ class Spans(NamedTuple):
     Attributes:
         starts: column of the first token of each span; -1 where the row has no more.
         lengths: number of its tokens; -1 likewise.
-        is_refused: True for rows with more than `MOST_SEGMENTS` spans, or with two spans of one id other than 0, which
-            is that of padding. Their attention means nothing.
+        is_refused: True for rows with more spans than there is room for, or with two spans of one id other than that of
+            padding, 0. Their attention means nothing.
     """
 
     starts: Int[Array, "B S+1"]
@@ -191,8 +191,10 @@ class Spans(NamedTuple):
     is_refused: Bool[Array, "B"]
 
 
-def find_spans(segment_ids: Int[Array, "B T"]) -> Spans:
-    """Return the spans of packed rows. Padding is a span, too, as cuDNN writes nothing for tokens outside of spans.
+def find_spans(segment_ids: Int[Array, "B T"], most: int = MOST_SEGMENTS) -> Spans:
+    """Return the spans of packed rows, at most so many in each.
+
+    Padding is a span, too, as cuDNN writes nothing for tokens outside of spans.
 
     >>> spans = find_spans(jnp.array([[1, 1, 1, 2, 0, 0], [1, 1, 2, 2, 1, 1]]))
     >>> print(spans.starts[0, :4], spans.lengths[0, :4], spans.is_refused)
@@ -201,7 +203,7 @@ def find_spans(segment_ids: Int[Array, "B T"]) -> Spans:
     length = segment_ids.shape[1]
     is_first = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     edges = jnp.sort(jnp.where(is_first, jnp.arange(length, dtype=jnp.int32), length), axis=1)
-    edges = jnp.pad(edges, ((0, 0), (0, MOST_SEGMENTS)), constant_values=length)[:, : MOST_SEGMENTS + 1]
+    edges = jnp.pad(edges, ((0, 0), (0, most)), constant_values=length)[:, : most + 1]
     firsts, ends = edges[:, :-1], edges[:, 1:]
     ids = jnp.take_along_axis(segment_ids, jnp.minimum(firsts, length - 1), axis=1)
     ids = jnp.where(firsts < length, ids, 0)
@@ -212,7 +214,7 @@ def find_spans(segment_ids: Int[Array, "B T"]) -> Spans:
 
 
 def row_attention(
-    q: Float[Array, "B T H h"],
+    q: Float[Array, "B Q H h"],
     k: Float[Array, "B T K h"],
     v: Float[Array, "B T K h"],
     *,
@@ -220,8 +222,8 @@ def row_attention(
     scores: Scores,
     segments: Int[Array, "B T"] | Spans | None = None,
     sharding: Sharding | None = None,
-) -> Float[Array, "B T H h"]:
-    """Return causal softmax attention within rows by a fused kernel.
+) -> Float[Array, "B Q H h"]:
+    """Return causal softmax attention within rows, or of the last tokens of each, by a fused kernel.
 
     On a mesh each device computes its own rows and heads, without communication; rows that do not divide are computed
     on every device. On CPUs kernels are interpreted, which is slow and shows their values.
@@ -236,6 +238,11 @@ def row_attention(
             None where rows hold one sequence: right padding needs no mask, as no real token sees later positions.
         sharding: sharding of the model, or None for one device.
     """
+    missing = k.shape[1] - q.shape[1]
+    if missing and kernel != "splash":  # kernels of GPUs take square masks only
+        whole = jnp.pad(q, ((0, 0), (missing, 0), (0, 0), (0, 0)))
+        options: dict[str, Any] = {"kernel": kernel, "scores": scores, "segments": segments, "sharding": sharding}
+        return row_attention(whole, k, v, **options)[:, missing:]
     compute = partial(KERNELS[kernel], scores, compute_devices(sharding))
     if sharding is None:
         return compute(segments, q, k, v)
@@ -383,14 +390,19 @@ def _splash(scores: Scores, devices: Sequence[Any], segment_ids: Array | None, q
     # Imported here for the reason of `_pallas`.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    (length, heads), window = q.shape[1:3], scores.window
-    block = splash_block(length)
-    added = -length % block
-    shape = length + added, length + added
-    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    (queries, heads), length, window = q.shape[1:3], k.shape[1], scores.window
+    block, block_q = splash_block(length), splash_block(queries)
+    added, added_q = -length % block, -queries % block_q
+    shape, offset = (queries + added_q, length + added), length - queries
+    mask = splash.CausalMask(shape, offset) if window is None else splash.LocalMask(shape, (window - 1, 0), offset)
     # The backward pass in one kernel writes a gradient of the queries per block of keys, which is quadratic in tokens.
     sizes = splash.BlockSizes(
-        block_q=block, block_kv=block, block_q_dkv=block, block_kv_dkv=block, block_q_dq=block, block_kv_dq=block
+        block_q=block_q,
+        block_kv=block,
+        block_q_dkv=block_q,
+        block_kv_dkv=block,
+        block_q_dq=block_q,
+        block_kv_dq=block,
     )
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * heads),
@@ -401,13 +413,13 @@ def _splash(scores: Scores, devices: Sequence[Any], segment_ids: Array | None, q
     )
     # The kernel does not scale. In float32, so that XLA can drop the rounding of the queries before it.
     q = (q.astype(jnp.float32) * scores.scale).astype(q.dtype)
-    q, k, v = (_pad_tokens(x, added).swapaxes(1, 2) for x in (q, k, v))  # [B H T h]
+    k, v = (_pad_tokens(x, added).swapaxes(1, 2) for x in (k, v))  # [B K T h]
     ids = None
     if segment_ids is not None:
-        segment_ids = _pad_tokens(segment_ids, added)
-        ids = splash.SegmentIds(segment_ids, segment_ids)
-    mixed = jax.vmap(kernel)(q, k, v, ids)
-    return mixed.swapaxes(1, 2)[:, :length]
+        asking = _pad_tokens(segment_ids[:, -queries:], added_q)
+        ids = splash.SegmentIds(asking, _pad_tokens(segment_ids, added))
+    mixed = jax.vmap(kernel)(_pad_tokens(q, added_q).swapaxes(1, 2), k, v, ids)
+    return mixed.swapaxes(1, 2)[:, :queries]
 
 
 KERNELS: dict[Kernel, Callable[..., Array]] = {"cudnn": _cudnn, "pallas": _pallas, "splash": _splash}

@@ -5,6 +5,7 @@ share a key, without an error. So each kernel of packed rows is compared with se
 Letters: `B` rows, `T` tokens, `H` query heads, `K` key/value heads, `h` head width.
 """
 
+import logging
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import distributions
@@ -17,11 +18,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from jaxft.core.packing import Branches
 from jaxft.core.sharding import Sharding, compute_devices
 from jaxft.errors import CheckFailed
 from jaxft.models.attention import HeadRows, Scores, attend, visible_keys
 from jaxft.models.config import DecoderConfig
 from jaxft.models.flash import Kernel, find_spans, layer_kernels, row_attention
+from jaxft.models.shared_prefix import prefix_attention, takes_prefix
+
+logger = logging.getLogger(__name__)
 
 PROBED_TOKENS = 70, 150, 45, 55
 """Tokens of the segments of a probed row, no multiples of a kernel's blocks; the last are padding."""
@@ -61,6 +66,59 @@ def check_segments(config: DecoderConfig, dtype: Any, sharding: Sharding | None)
                 f"{' and '.join(found) or 'of no package'}; jax 0.11.2 with cuDNN 9.28 is right. Install these, or set "
                 "packing of the trainer adapter to false"
             )
+
+
+def can_share_prefixes(config: DecoderConfig, dtype: Any, sharding: Sharding | None) -> bool:
+    """Return True unless attention to a shared prefix, joined from two calls of a kernel, is not the reference's.
+
+    It is computed once in a process, with its gradient, where the layers have it. A difference is logged.
+    """
+    devices, heads = compute_devices(sharding), (config.num_heads, config.num_kv_heads, config.head_dim)
+    for scores, (kernel, _) in layer_kernels(config, dtype, devices, has_segments=False).items():
+        if takes_prefix(kernel, scores):
+            leak = float(jax.jit(partial(prefix_leak, scores, heads, dtype))())
+            if not leak <= LARGEST_LEAK:
+                logger.warning(
+                    "prompts are computed for each of their answers: attention to a shared prefix differs by %.2g of "
+                    "its size on %s, with jax %s",
+                    *(leak, devices[0].device_kind, jax.__version__),
+                )
+                return False
+    return True
+
+
+def prefix_leak(scores: Scores, heads: tuple[int, int, int], dtype: Any) -> Float[Array, ""]:
+    """Return how far attention to a shared prefix is from the reference in float32, as `segment_leak` measures it.
+
+    Args:
+        scores: scale; there is no window.
+        heads: `H`, `K` and `h`.
+        dtype: dtype of queries, keys and values.
+    """
+    branches, lengths = Branches(128, count=2), jnp.array([77, 128, 0], jnp.int32)
+    width, (query_heads, kv_heads, head_dim) = branches.width(64), heads
+    keys = jax.random.split(jax.random.key(0), 4)
+    *qkv, gradient = (
+        jax.random.normal(key, (3, width, count, head_dim), dtype)
+        for key, count in zip(keys, (query_heads, kv_heads, kv_heads, query_heads), strict=True)
+    )
+    is_real = jnp.arange(width) >= branches.prefix_tokens - lengths[:, None]
+    gradient = jnp.where(is_real[:, :, None, None], gradient, 0)
+    mixed, pull = jax.vjp(partial(prefix_attention, scale=scores.scale, branches=branches, lengths=lengths), *qkv)
+    ids, places = is_real.astype(jnp.int32), jnp.arange(width)
+    branch = jnp.maximum(places - branches.prefix_tokens, -1) // 64  # -1 in the prefix
+    visible = visible_keys(places[None], places, None, ids, ids) & ((branch == -1) | (branch[:, None] == branch))
+
+    @jax.default_matmul_precision("highest")
+    def exact(q: Array, k: Array, v: Array) -> Array:
+        return attend(q, HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)), visible, scores)
+
+    expected, pull_exact = jax.vjp(exact, *(x.astype(jnp.float32) for x in qkv))
+    found, right = (mixed, *pull(gradient)), (expected, *pull_exact(gradient.astype(jnp.float32)))
+    sizes = (jnp.sqrt((x**2).sum(axis=-1).mean(axis=1, keepdims=True)) for x in right)
+    off = (jnp.linalg.norm(x.astype(jnp.float32) - y, axis=-1) for x, y in zip(found, right, strict=True))
+    real = is_real[:, :, None]
+    return jnp.stack([jnp.where(real, x / size, 0).max() for x, size in zip(off, sizes, strict=True)]).max()
 
 
 @cache

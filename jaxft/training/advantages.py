@@ -254,11 +254,11 @@ def compute_advantages(
         loss: sets the estimator, the discounts and the KL in the reward.
     """
     trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
-    mask = np.asarray(job.batch.completion_mask)[job.tokens]
+    mask = job.per_token(job.batch.completion_mask)
     k1 = np.zeros(len(mask))
     if loss.kl_weight and loss.kl == "k1_in_reward":
         scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
-        old, ref = (np.asarray(table, np.float64)[job.tokens] for table in scores)
+        old, ref = (job.per_token(table, dtype=np.float64) for table in scores)
         k1 = np.where(mask, old - ref, 0.0)
         trained = k1[mask]
         metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
@@ -284,10 +284,7 @@ def compute_advantages(
         known = ~np.isnan(returns), np.nan_to_num(returns), np.abs(np.nan_to_num(returns))
         counts, sums, sizes = (np.bincount(credit.group_ids, each) for each in known)
         metrics["nonpositive_mean_groups"] = int(np.sum((counts > 1) & (sums <= EQUAL_REWARDS * sizes)))
-    tables: dict[str, Any] = {}
-    for name, values in computed.items():
-        tables[name] = np.zeros(job.turns.shape, np.float32)
-        tables[name][job.tokens] = values
+    tables: dict[str, Any] = {name: job.table(values.astype(np.float32)) for name, values in computed.items()}
     return job._replace(batch=job.batch._replace(**tables)), metrics
 
 
@@ -301,9 +298,9 @@ def with_selected(job: TrainingBatch, loss: LossConfig, seed: str) -> tuple[Trai
         loss: sets the kind and the fraction.
         seed: decides what `clip_cov` draws.
     """
-    batch, mask = job.batch, np.asarray(job.batch.completion_mask)[job.tokens]
+    batch, mask = job.batch, job.per_token(job.batch.completion_mask)
     scores = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    logprobs, advantages = (np.asarray(x, np.float64)[job.tokens][mask] for x in (scores, batch.advantages))
+    logprobs, advantages = (job.per_token(x, dtype=np.float64)[mask] for x in (scores, batch.advantages))
     covariances = token_covariances(logprobs, advantages)
     chosen = select_tokens(covariances, loss=loss.name, fraction=loss.cov_fraction, draw=random.Random(seed))
     selected: Any = np.zeros(job.turns.shape, bool)
@@ -324,7 +321,7 @@ def _add_distillation(
     weighed = coef * advantages if coef else np.zeros(len(mask))  # also where an advantage is NaN
     if job.teacher_logprobs is None:
         return weighed, {}
-    gap = (np.asarray(table, np.float64)[job.tokens] for table in (job.teacher_logprobs, job.batch.sampler_logprobs))
+    gap = (job.per_token(table, dtype=np.float64) for table in (job.teacher_logprobs, job.batch.sampler_logprobs))
     gain = np.where(mask, np.subtract(*gap), 0.0)
     return weighed + gain, {"teacher_divergence": float(-gain[mask].mean())}
 
@@ -338,7 +335,7 @@ def _own_advantages(
         ValueError: they have another shape than `shape`.
     """
     assert isinstance(loss.estimator, Function)
-    mask = np.asarray(job.batch.completion_mask)[job.tokens]
+    mask = job.per_token(job.batch.completion_mask)
     columns = {} if credit.named_rewards is None else dict(zip(credit.names, credit.named_rewards.T, strict=True))
     lengths = np.bincount(job.trajectories[job.places[0][mask]], minlength=len(credit.rewards))
     given: dict[str, Any] = {"step_rewards": None, **rewards, "group_ids": credit.group_ids, "named_rewards": columns}
@@ -355,7 +352,7 @@ def _own_step_advantages(job: TrainingBatch, credit: CollectedRewards, k1: np.nd
     trajectories, steps = job.trajectories[job.places[0]], credit.step_rewards.copy()
     has_steps = ~np.isnan(steps).all(axis=1)
     steps[~has_steps, 0] = credit.rewards[~has_steps]
-    turns = np.where(has_steps[trajectories], job.turns[job.tokens], 0)
+    turns = np.where(has_steps[trajectories], job.per_token(job.turns, shared=-1), 0)
     has_turn = turns >= 0
     np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
     found = _own_advantages(job, credit, loss, steps.shape, rewards=credit.rewards, step_rewards=steps)
@@ -366,7 +363,7 @@ def _own_step_advantages(job: TrainingBatch, credit: CollectedRewards, k1: np.nd
 def _advantages_per_step(job: TrainingBatch, credit: CollectedRewards, k1: np.ndarray, loss: LossConfig) -> np.ndarray:
     assert credit.step_rewards is not None
     step_rewards = credit.step_rewards
-    turns, trajectories = job.turns[job.tokens], job.trajectories[job.places[0]]
+    turns, trajectories = job.per_token(job.turns, shared=-1), job.trajectories[job.places[0]]
     has_turn, steps = (turns >= 0) & ~np.isnan(step_rewards).all(axis=1)[trajectories], step_rewards.copy()
     np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
     advantages = np.zeros(len(turns))
@@ -407,7 +404,7 @@ def _advantages_per_token(
     trained = rows(mask)
     rewards = np.asarray(outcome_rewards(np.nan_to_num(credit.rewards)[job.trajectories], trained))
     if credit.step_rewards is not None:
-        turns, steps = _split(job, job.turns[job.tokens]), credit.step_rewards[job.trajectories]
+        turns, steps = _split(job, job.per_token(job.turns, shared=-1)), credit.step_rewards[job.trajectories]
         rewards += rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
     rewards, found = rewards - loss.kl_weight * rows(k1), {}
     if isinstance(loss.estimator, Function):
@@ -416,14 +413,14 @@ def _advantages_per_token(
         return found
     if loss.estimator == "optimal_token":
         of_policy = job.batch.old_logprobs, job.sum_pi_squared
-        logprobs, squares = (rows(np.asarray(table, np.float64)[job.tokens]) for table in of_policy)
+        logprobs, squares = (rows(job.per_token(table, dtype=np.float64)) for table in of_policy)
         to_go: Any = reward_to_go(rewards, trained, gamma=loss.gamma)
         groups = credit.group_ids[job.trajectories]
         return {"advantages": optimal_token_advantages(to_go, logprobs, squares, trained, groups)[job.places]}
     if loss.estimator == "reinforce_pp":
         advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
     else:
-        values, behind = rows(np.asarray(job.batch.old_values)[job.tokens]), job.bootstrap_values
+        values, behind = rows(job.per_token(job.batch.old_values)), job.bootstrap_values
         advantages, returns = gae(
             rewards, values, trained, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=behind
         )

@@ -14,7 +14,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxft.core.packing import Packing, pack, plan_packing, plan_padding, segments, token_index
+from jaxft.core.packing import (
+    Branches,
+    Packing,
+    find_families,
+    pack,
+    plan_branches,
+    plan_packing,
+    plan_padding,
+    segments,
+    token_index,
+    unpack,
+)
 from jaxft.core.sharding import to_host
 from jaxft.core.types import Batch, Scored
 from jaxft.rollout.calls import PENALIZED, decode_support
@@ -36,6 +47,10 @@ PACKED_WIDTH, MORE_TOKENS = 64, 1.1
 Jobs whose longest sequences differ then have rows of one width, and share programs: one takes longer to compile than
 many jobs take for a tenth more tokens.
 """
+
+MOST_OF_TOKENS, LEAST_SAVED = 0.9, 4096
+"""Rows that share prefixes take the place of others if they have at most this fraction of their tokens, padding
+included, and so many fewer: programs for less take longer to compile than many jobs take without them."""
 
 Shapes = tuple[tuple[int, int], ...]
 """Pairs (rows, width), one per microbatch."""
@@ -84,6 +99,7 @@ class TrainingBatch(NamedTuple):
         trajectories: `[N]` index of each sequence's trajectory in the job.
         tokens: index (row, column) of every token in the tables, sequence by sequence.
         places: index (sequence, position) of every token in a table with one sequence per row, in the same order.
+        is_own: for every token in the same order, False where it stands in the tables as that of another sequence.
         turns: `[B T]` turn that a token belongs to, -1 for none.
         is_cut: `[N]` True where a length limit ended the episode at the end of the sequence.
         bootstrap_values: `[N]` value after the last token of each sequence, 0 where the episode ended by itself; None
@@ -102,6 +118,7 @@ class TrainingBatch(NamedTuple):
     trajectories: np.ndarray
     tokens: tuple[np.ndarray, np.ndarray]
     places: tuple[np.ndarray, np.ndarray]
+    is_own: np.ndarray
     turns: np.ndarray
     is_cut: np.ndarray
     bootstrap_values: np.ndarray | None = None
@@ -122,9 +139,18 @@ class TrainingBatch(NamedTuple):
             parts.append(part)
         return parts
 
+    def per_token(self, table: Any, shared: float = 0, dtype: Any = None) -> np.ndarray:
+        """Return the entries of a table for every token, sequence by sequence; `shared` for another one's tokens."""
+        values = np.asarray(table, dtype)[self.tokens]
+        return np.where(self.is_own, values, values.dtype.type(shared))
+
+    def table(self, values: np.ndarray, fill: float = 0) -> np.ndarray:
+        """Return the table of the entries of every token, sequence by sequence; `fill` in padding."""
+        return _table(self.packing, self.tokens, self.is_own, values, fill)
+
     def counts(self) -> dict[str, int]:
         """Count trained tokens, observed ones, sequences and trajectories that are trained, pairs, and updates (1)."""
-        mask, seen = np.asarray(self.batch.completion_mask)[self.tokens], self.batch.observation_mask
+        mask, seen = self.per_token(self.batch.completion_mask), self.batch.observation_mask
         tokens = np.bincount(self.places[0][mask], minlength=len(self.trajectories))
         return {
             "tokens": int(tokens.sum()),
@@ -134,6 +160,12 @@ class TrainingBatch(NamedTuple):
             "pairs": len(tokens) // 2,
             "updates": 1,
         }
+
+
+def _table(packing: Packing, tokens: Any, is_own: np.ndarray, values: np.ndarray, fill: float = 0) -> np.ndarray:
+    table = np.full((packing.height, packing.width), fill, values.dtype)
+    table[tokens[0][is_own], tokens[1][is_own]] = values[is_own]
+    return table
 
 
 def _cut_batch(batch: Batch, rows: slice, width: int) -> Batch:
@@ -169,6 +201,7 @@ class BatchPlanner:
         pairs: True to put sequences `2 i` and `2 i + 1` into adjacent rows of one microbatch; excludes `packed`.
         row_shards: number of mesh shards that the rows of a microbatch are divided over.
         most_segments: most sequences of a packed row; None for any number.
+        shared_tokens: most tokens of a row whose sequences share a prefix; 0 if the model takes no such rows.
     """
 
     microbatch_tokens: int
@@ -176,6 +209,45 @@ class BatchPlanner:
     pairs: bool = False
     row_shards: int = 1
     most_segments: int | None = None
+    shared_tokens: int = 0
+
+    def plan_sequences(
+        self, sequences: Sequence[Sequence[int] | np.ndarray], untrained: Sequence[int], job_width: int = 0
+    ) -> tuple[Packing, Shapes]:
+        """Return the rows of these sequences and the shapes of the microbatches, with prefixes shared if that saves.
+
+        All rows of a job have one layout: that of the fewest tokens, padding and unused branches included.
+
+        Args:
+            sequences: token ids of each sequence.
+            untrained: number of tokens of each sequence before its first trained one.
+            job_width: width of the job's rows, for a part of a job.
+        """
+        lengths = [len(each) for each in sequences]
+        packing, shapes = self.plan(lengths, job_width)
+        if not self.shared_tokens:
+            return packing, shapes
+        families = find_families(sequences, untrained)
+        longest, most = (max(each) for each in zip(*((f.shared, len(f.members)) for f in families), strict=True))
+        if most == 1:
+            return packing, shapes
+        alone = sum(math.prod(shape) for shape in shapes)
+        prefix, fewest = padded_width(longest), min(MOST_OF_TOKENS * alone, alone - LEAST_SAVED)
+        own = [
+            lengths[i] - (family.shared if len(family.members) > 1 else min(prefix, lengths[i] - 1))
+            for family in families
+            for i in family.members
+        ]
+        for count in (2**power for power in range(1, (most - 1).bit_length() + 1)):
+            branches, branch_tokens = Branches(prefix, count), padded_width(max(own))
+            width = branches.width(branch_tokens)
+            if width * self.row_shards > max(self.shared_tokens, padded_width(max(lengths)) * self.row_shards):
+                break  # a microbatch has a row for each shard of the mesh
+            height = sum(-(-len(family.members) // count) for family in families)
+            found = self.shapes([width] * height, is_exact=True)
+            if (tokens := sum(math.prod(shape) for shape in found)) <= fewest:
+                packing, shapes, fewest = plan_branches(families, lengths, branches, branch_tokens), found, tokens
+        return packing._replace(height=sum(rows for rows, _ in shapes)), shapes
 
     def plan(self, lengths: Sequence[int], job_width: int = 0) -> tuple[Packing, Shapes]:
         """Return the rows of sequences of these lengths, and the shapes of the microbatches.
@@ -204,8 +276,10 @@ class BatchPlanner:
     def _computed_tokens(self, row_lengths: Sequence[int]) -> int:
         return sum(math.prod(shape) for shape in self.shapes(row_lengths))
 
-    def shapes(self, row_lengths: Sequence[int]) -> Shapes:
+    def shapes(self, row_lengths: Sequence[int], *, is_exact: bool = False) -> Shapes:
         """Return the microbatch shapes for rows of these descending lengths; the last may include empty rows.
+
+        Microbatches are as wide as their longest row if `is_exact`, else as `padded_width` of that.
 
         >>> [BatchPlanner(256).shapes([16] * n) for n in (3, 9, 17)]
         [((4, 16),), ((4, 16), (4, 16), (4, 16)), ((16, 16), (4, 16))]
@@ -215,7 +289,7 @@ class BatchPlanner:
         shapes: list[tuple[int, int]] = []
         done = 0
         while done < len(row_lengths):
-            width = padded_width(row_lengths[done])
+            width = row_lengths[done] if is_exact else padded_width(row_lengths[done])
             buckets = self.row_buckets(width)
             left = -(-(len(row_lengths) - done) // buckets[-1]) * buckets[-1]
             rows = next(bucket for bucket in buckets if bucket <= left)
@@ -271,7 +345,12 @@ def make_batch(
     """
     if not rows:
         raise ValueError("there are no rows to make a batch of")
-    packing, shapes = planner.plan([len(row.sequence.tokens) for row in rows])
+    masks = [row.sequence.completion_mask for row in rows]
+    if has_observations:  # which the loss has for each sequence, as trained tokens
+        observed = [row.sequence.observations or mask for row, mask in zip(rows, masks, strict=True)]
+        masks = [[*map(max, *each)] for each in zip(masks, observed, strict=True)]
+    untrained = [[*mask, True].index(True) for mask in masks]
+    packing, shapes = planner.plan_sequences([row.sequence.tokens for row in rows], untrained)
     recorded: dict[str, Any] = {
         name: pack(packing, [getattr(row.sequence, name) for row in rows], dtype) for name, dtype in RECORDED.items()
     }
@@ -293,7 +372,7 @@ def make_batch(
             is_drawn_with, recorded["behavior_logprobs"], recorded["sampler_logprobs"]
         )
     return TrainingBatch(
-        Batch(**recorded),
+        Batch(**recorded, branches=packing.branches),
         packing,
         shapes,
         np.array([row.trajectory for row in rows]),
@@ -329,8 +408,8 @@ def with_scores(
         squares = old.sum_pi_squared
         batch = batch._replace(old_logprobs=old.logprobs, old_values=old.values)
         if old.next_values is not None:
-            rows, starts, lengths = job.packing[:3]
-            at_end = old.next_values[rows, starts + lengths - 1]
+            last = np.cumsum(job.packing.lengths) - 1
+            at_end = old.next_values[job.tokens][last]
             behind = np.where(job.is_cut & (loss.bootstrap == "value"), at_end, np.float32(0))
     if reference is not None:
         batch = batch._replace(ref_logprobs=score_tokens(job, reference).logprobs)
@@ -340,7 +419,7 @@ def with_scores(
 
 def before_scoring(batch: Batch) -> Batch:
     """Return what a batch has before anything is computed of it, so that all scores are of one program."""
-    kept = (*RECORDED, "positions", "segment_ids")
+    kept = (*RECORDED, "positions", "segment_ids", "branches")
     return Batch(**{name: table for name, table in batch._asdict().items() if name in kept})
 
 
@@ -355,9 +434,7 @@ def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
 
     def joined(*tables: np.ndarray) -> np.ndarray:
         wide = [np.pad(table, ((0, 0), (0, job.packing.width - table.shape[1]))) for table in tables]
-        scores = np.zeros(job.turns.shape, np.float32)
-        scores[job.tokens] = np.concatenate(wide)[job.tokens]
-        return scores
+        return job.table(np.concatenate(wide)[job.tokens])
 
     return jax.tree.map(joined, *to_host(scored))
 
@@ -369,7 +446,7 @@ def with_signal(job: TrainingBatch, planner: BatchPlanner) -> tuple[TrainingBatc
         job: the job, with advantages.
         planner: planner of the job.
     """
-    moves = np.asarray(job.batch.completion_mask & (job.batch.advantages != 0))[job.tokens]
+    moves = job.per_token(job.batch.completion_mask & (job.batch.advantages != 0))
     kept = np.unique(job.trajectories[job.places[0][moves]])
     chosen = np.isin(job.trajectories, kept)
     if chosen.all() or not kept.size:
@@ -400,21 +477,26 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
         chosen: indices of the sequences, ascending.
         planner: divides them into microbatches.
     """
-    packing, shapes = planner.plan(job.packing.lengths[chosen].tolist(), job.packing.width)
+    masks = (job.batch.completion_mask, job.batch.observation_mask)
+    mask = np.any([job.per_token(each) for each in masks if each is not None], axis=0)
+    sequences = unpack(job.packing, job.batch.tokens)
+    lengths, job_width = job.packing.lengths, 0 if job.packing.branches else job.packing.width
+    untrained = [[*each, True].index(True) for each in np.split(mask, np.cumsum(lengths)[:-1])]
+    packing, shapes = planner.plan_sequences([sequences[i] for i in chosen], [untrained[i] for i in chosen], job_width)
     index, is_chosen = token_index(packing), np.isin(job.places[0], chosen)
-    source = tuple(each[is_chosen] for each in job.tokens)
 
-    def moved(table: Any, fill: int = 0) -> Any:
-        result = np.full((packing.height, packing.width), fill, table.dtype)
-        result[index.tokens] = table[source]
-        return result
+    def moved(values: np.ndarray, fill: int = 0) -> Any:
+        return _table(packing, index.tokens, index.is_own, values[is_chosen], fill)
 
-    batch: Batch = jax.tree.map(moved, job.batch)
+    def of_tokens(table: Any) -> Any:  # a mask holds for a sequence's own tokens
+        return moved(job.per_token(table) if table.dtype == np.bool_ else table[job.tokens])
+
+    batch: Batch = jax.tree.map(of_tokens, job.batch)._replace(branches=packing.branches)
     if planner.packed:
-        ids: Any = segments(packing)[0]  # counted from 1 in each row
-        batch = batch._replace(segment_ids=ids)
-    turns = moved(job.turns, fill=-1)
-    ids = None if job.support_ids is None else moved(job.support_ids)
+        segment_ids: Any = segments(packing)[0]  # counted from 1 in each row
+        batch = batch._replace(segment_ids=segment_ids)
+    turns = moved(job.per_token(job.turns, shared=-1), fill=-1)
+    ids = None if job.support_ids is None else moved(job.support_ids[job.tokens])
     of_sequences = job.trajectories[chosen], *index, turns, job.is_cut[chosen]
     return TrainingBatch(batch, packing, shapes, *of_sequences, support_ids=ids, supports=job.supports)
 

@@ -93,8 +93,11 @@ class BadBatches:
 
     def _write(self, name: str, run_id: str, update: BadUpdate, trajectories: list[Trajectory]) -> None:
         content, batch = io.BytesIO(), update.batch
-        arrays: dict[str, Any] = {field: table for field, table in batch.batch._asdict().items() if table is not None}
-        spans = list(zip(*(each.tolist() for each in (batch.trajectories, *batch.packing[:3])), strict=True))
+        arrays: dict[str, Any] = {
+            field: table for field, table in batch.batch._replace(branches=None)._asdict().items() if table is not None
+        }
+        own = [span[:3] for span in batch.packing.own]  # of tokens that no earlier sequence of the row has
+        spans = [(int(number), *span) for number, span in zip(batch.trajectories, own, strict=True)]
         if self._decode is not None:
             arrays["tokens"] = np.array(arrays["tokens"])
             for _, row, start, length in spans:

@@ -22,7 +22,7 @@ from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import Remat
 from jaxft.models.flash import most_sequences, reason_not_to_pack
-from jaxft.models.segment_probe import check_segments
+from jaxft.models.segment_probe import can_share_prefixes, check_segments
 from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import compute_advantages, with_selected
@@ -75,6 +75,9 @@ def can_pack(model: Model, params: Params) -> bool:
         return False
     return True
 
+
+SHARED_TOKENS = 8192
+"""Most tokens of a row whose sequences share a prefix, unless the settings say how many a microbatch may have."""
 
 KEPT_TOKENS = 512
 """Most tokens of a microbatch of rows that are scored for their entropies alone: there are few of them."""
@@ -154,6 +157,10 @@ class Learner:
         self._use(model)
         self._rate_at = partial(rate_at, optimizer)
         self.microbatch_tokens = choose_microbatch_tokens(microbatch_tokens, compute_platform(model.sharding))
+        takes_branches = all(
+            isinstance(each.config, DecoderConfig) for each in (model, *(() if teacher is None else (teacher.model,)))
+        )
+        self._shared_tokens = (microbatch_tokens or SHARED_TOKENS) if takes_branches else 0
         self._num_minibatches, self._num_iterations = num_minibatches, num_iterations
         self._packing, self._seed = packing, seed
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
@@ -275,11 +282,11 @@ class Learner:
         _, reference, _ = self._scorers(params, pause)
         policy = pausing(self._policy_scorer(params), pause)
         job = with_scores(make_batch(rows, self._planner()), self.loss, policy, reference, None)
-        mask = np.asarray(job.batch.completion_mask)[job.tokens]
+        mask = job.per_token(job.batch.completion_mask)
         owners = job.places[0][mask]
 
         def sums(table: Any) -> np.ndarray:
-            return np.bincount(owners, np.asarray(table, np.float64)[job.tokens][mask], minlength=len(rows))
+            return np.bincount(owners, job.per_token(table, dtype=np.float64)[mask], minlength=len(rows))
 
         logprobs, lengths = sums(job.batch.old_logprobs), np.bincount(owners, minlength=len(rows))
         if self.loss.name != "dpo":
@@ -412,11 +419,14 @@ class Learner:
         pairs, sharding = self.loss.name == "dpo", self.model.sharding
         row_shards = 1 if sharding is None else sharding.row_shards
         packed, most = bool(self._packing) and not pairs, most_sequences(compute_devices(sharding))
-        return BatchPlanner(self.microbatch_tokens, packed, pairs, row_shards, most)
+        return BatchPlanner(
+            self.microbatch_tokens, packed, pairs, row_shards, most, self._shared_tokens if packed else 0
+        )
 
     def _kept_planner(self) -> BatchPlanner:
         """Return the planner of rows that are scored for their entropies alone."""
-        return replace(self._planner(), microbatch_tokens=min(KEPT_TOKENS, self.microbatch_tokens))
+        most = min(KEPT_TOKENS, self.microbatch_tokens)
+        return replace(self._planner(), microbatch_tokens=most, shared_tokens=0)
 
     def _empty_batch(self, rows: int, width: int) -> Batch:
         packed, has_old = self._planner().packed, self._has_several_updates
@@ -431,6 +441,8 @@ class Learner:
             if each is not None and isinstance(each.model.config, DecoderConfig):
                 dtype = hidden_state(each.model, each.params).dtype
                 check_segments(each.model.config, dtype, each.model.sharding)
+                if self._shared_tokens and not can_share_prefixes(each.model.config, dtype, each.model.sharding):
+                    self._shared_tokens = 0
         if self.loss.name == "ppo":
             self.value_head = commit_like(params, init_value_head(hidden_state(self.model, params).shape[-1]))
         self._keep(init_train_state(self._train_state(params).params, self._optimizer, self.model))

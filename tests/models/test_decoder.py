@@ -10,18 +10,20 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import jaxft.models.attention as attention_module
 import jaxft.models.decoder as decoder_module
 import jaxft.models.layers as layers_module
 from jaxft.core.cache import init_cache
 from jaxft.core.generate import generate
 from jaxft.core.logprobs import token_logprobs
-from jaxft.core.objectives import grpo_loss
+from jaxft.core.objectives import grpo_loss, score_batch
+from jaxft.core.packing import Branches, find_families, pack, plan_branches, plan_padding, segments, token_index
 from jaxft.core.sharding import AXES, device_bytes, path_text
 from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import HeadRows, Scores, attend
 from jaxft.models.block import make_context
-from jaxft.models.config import PRESETS, LayerKind, model_preset
+from jaxft.models.config import PRESETS, LayerKind, LoraSpec, model_preset
 from jaxft.models.decoder import apply_layers, decoder, layer_runs
 from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
 from tests.models.weights import narrowed, random_params
@@ -85,6 +87,72 @@ def test_packed_segments_are_separate_rows():
     separate = np.asarray(logits_of(WINDOWED, PARAMS, TOKENS, ALONE, PLACES))
     expected = np.concatenate([row[:length] for row, length in zip(separate, lengths, strict=True)])
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+
+
+def branched_rows():
+    """Batches of eight sequences of two prompts, plain and with each prompt once, and a weight of each token's score.
+
+    One sequence has a trained token in its prompt, which is in the others' as context.
+    """
+    draw, prompts = np.random.default_rng(3), ([9] * 4 + [3] * 9, [5] * 11)
+    sequences = [[*prompts[i % 2], *draw.integers(10, 20, 3 + i).tolist()] for i in range(8)]
+    trained = [np.arange(len(each)) >= len(prompts[i % 2]) for i, each in enumerate(sequences)]
+    trained[2][7] = True
+    untrained = [int(mask.argmax()) for mask in trained]
+    families = find_families(sequences, untrained)
+    lengths = [len(each) for each in sequences]
+    shared = plan_branches(families, lengths, Branches(16, 4), 16)
+    scales = [draw.normal(size=length) for length in lengths]
+    batches = []
+    for packing in (plan_padding(lengths, 32), shared):
+        ids, positions = segments(packing)
+        mask, tokens = pack(packing, trained, bool), pack(packing, sequences, np.int32)
+        temperatures = pack(packing, np.linspace(0.7, 1.3, 8), np.float32, fill=1.0)
+        recorded = {"temperatures": temperatures, "positions": positions, "segment_ids": ids}
+        batch = Batch(tokens, mask, branches=packing.branches, **recorded)
+        batches.append((batch, pack(packing, scales, np.float32), token_index(packing)))
+    return batches
+
+
+def check_branches(model, params, tolerance):
+    """Raise unless scores and gradients of rows with shared prompts are those of plain rows."""
+
+    @jax.jit
+    def scores(params, batch, scales):
+        def loss(params):
+            scored = score_batch(model, params, batch)
+            return (scored.logprobs * scales).sum(), scored
+
+        return jax.grad(loss, has_aux=True)(params)
+
+    (plain, plain_scores), (found, found_scores) = (scores(params, *rows[:2]) for rows in branched_rows())
+    (*_, plain_index), (batch, _, index) = branched_rows()
+    for one, other in ((plain_scores.logprobs, found_scores.logprobs), (plain_scores.entropy, found_scores.entropy)):
+        expected = np.asarray(one)[plain_index.tokens][index.is_own]
+        got = np.asarray(other)[index.tokens][index.is_own]
+        assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
+    one, other = (
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(each))]) for each in (plain, found)
+    )
+    assert np.linalg.norm(other - one) <= tolerance * np.linalg.norm(one)
+    return batch
+
+
+def test_prompts_that_are_computed_once_have_the_scores_and_gradients_of_plain_rows():
+    model = decoder(replace(FEW_IDS, pattern=(LayerKind(window=6), LayerKind())))
+    batch = check_branches(model, random_params(FEW_IDS), 1e-6)
+    assert batch.tokens.shape == (2, 16 + 4 * 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "dots", "least"])
+def test_so_they_do_with_adapters_in_chunks_and_in_bfloat16(remat, monkeypatch):
+    lora = LoraSpec(4, 8.0)
+    config = replace(FEW_IDS, attention_soft_cap=20.0, pattern=(LayerKind(window=6), LayerKind()))
+    params = random_params(config, lora)
+    monkeypatch.setattr(attention_module, "MOST_SCORES", 2000)
+    check_branches(decoder(config, remat, lora=lora), params, 1e-6)
+    check_branches(decoder(config, remat, lora=lora, compute_dtype=jnp.bfloat16), params, 0.02)
 
 
 def test_segments_with_a_cache_are_refused():

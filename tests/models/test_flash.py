@@ -360,6 +360,28 @@ for rows, sizes in ((8, (2, 2, 2)), (8, (2, 4, 1)), (3, (1, 4, 2))):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("kernel", ["cudnn", "splash", pytest.param("pallas", marks=TRITON)])
+def test_fewer_queries_than_keys_are_the_last_ones_of_their_rows(kernel, window):
+    scores, segments = Scores(0.25, window=None if kernel == "pallas" else window), jnp.asarray(SEGMENTS)
+    given = find_spans(segments) if kernel == "cudnn" else segments
+    q, k, v, gradient = (
+        jax.random.normal(jax.random.key(i), (*segments.shape, heads, 16)) for i, heads in enumerate((4, 2, 2, 4))
+    )
+
+    def last(count):
+        def attention(q, k, v):
+            mixed = row_attention(q[:, -count:], k, v, kernel=kernel, scores=scores, segments=given)
+            return mixed[:, -60:]
+
+        mixed, pull = jax.vjp(attention, q, k, v)
+        return mixed, *pull(gradient[:, -60:])
+
+    whole, few = jax.jit(last, static_argnums=0)(q.shape[1]), jax.jit(last, static_argnums=0)(60)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), few, whole)
+
+
+@pytest.mark.slow
 def test_devices_of_a_mesh_compute_what_one_device_does():
     """Rows and heads divide over 8 devices; 3 rows do not, and are computed by all."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"

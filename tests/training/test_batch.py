@@ -1,13 +1,16 @@
 """Rows as tables: padding, packing, microbatches of few shapes, and minibatches."""
 
+from dataclasses import replace
 from itertools import chain
 
 import jax
 import numpy as np
 import pytest
 
+from jaxft.core.checks import check_batch
+from jaxft.core.packing import Branches
 from jaxft.rollout.calls import encode_support
-from jaxft.training.batch import BatchPlanner, Row, divide, make_batch, select_sequences
+from jaxft.training.batch import RECORDED, BatchPlanner, Row, divide, make_batch, select_sequences
 
 
 def test_rows_are_padded_and_filled_up(make_sequence):
@@ -188,3 +191,66 @@ def test_microbatches_divide_over_a_mesh(make_sequence):
         assert all(height % shares == 0 for height, _ in placed.microbatch_shapes)
         assert sum(height for height, _ in placed.microbatch_shapes) == placed.batch.tokens.shape[0] >= count
         assert placed.batch.completion_mask.any(axis=1).sum() == count
+
+
+def group(make_sequence, prompt, answers, first=0):
+    """Rows of a group, whose prompts are of one id."""
+    rows = []
+    for i, answer in enumerate(answers):
+        tokens = [40 + first] * prompt + [100 * (first + i) + n for n in range(answer)]
+        mask, zeros = [False] * prompt + [True] * answer, [0.0] * len(tokens)
+        recorded = {"sampler_logprobs": zeros, "behavior_logprobs": zeros, "temperatures": [1.0] * len(tokens)}
+        turns, versions = [-1] * prompt + [0] * answer, [0] * len(tokens)
+        fields = {"tokens": tokens, "completion_mask": mask, "turns": turns, "policy_versions": versions}
+        rows.append(Row(make_sequence(**fields, **recorded), first + i))
+    return rows
+
+
+SHARING = BatchPlanner(16384, packed=True, shared_tokens=8192)
+
+
+def test_a_prompt_is_in_the_tables_once(make_sequence):
+    rows = group(make_sequence, 1536, [512] * 8)
+    job, plain = make_batch(rows, SHARING), make_batch(rows, replace(SHARING, shared_tokens=0))
+    assert job.microbatch_shapes == ((1, 1536 + 8 * 512),) and plain.microbatch_shapes == ((8, 2048),)
+    assert job.batch.branches == Branches(1536, 8) and plain.batch.branches is None
+    assert job.counts() == plain.counts()
+    for name in RECORDED:  # the numbers of every token, sequence by sequence
+        np.testing.assert_array_equal(
+            job.per_token(getattr(job.batch, name)) * job.is_own,
+            plain.per_token(getattr(plain.batch, name)) * job.is_own,
+        )
+    check_batch(job.batch._replace(advantages=job.batch.temperatures))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "changes", "branches"),
+    [
+        ([900, 900], [100] * 4, {}, Branches(1024, 4)),
+        ([900], [100] * 9, {}, Branches(1024, 16)),
+        ([900, 3], [100] * 9, {"shared_tokens": 2048}, Branches(1024, 8)),  # the width of a row
+        ([900], [100] * 9, {"shared_tokens": 1024}, None),  # no two branches fit
+        ([900] * 9, [100], {}, None),  # groups of one
+        ([20] * 9, [900] * 8, {}, None),  # saves less than a tenth
+        ([60], [4] * 8, {}, None),  # saves too little for programs of its own
+        ([900], [100] * 9, {"row_shards": 8}, None),  # seven of eight devices would have nothing to do
+    ],
+)
+def test_prefixes_are_shared_where_that_saves(make_sequence, prompts, answers, changes, branches):
+    rows = [row for g, prompt in enumerate(prompts) for row in group(make_sequence, prompt, answers, 10 * g)]
+    assert make_batch(rows, replace(SHARING, **changes)).batch.branches == branches
+
+
+def test_parts_of_a_job_share_prefixes_of_their_own(make_sequence):
+    rows = group(make_sequence, 1200, [300] * 8) + group(make_sequence, 1000, [200, 300] * 4, first=20)
+    turns = [-1] * 1190 + [0] * 10 + [-1] * 100 + [1] * 200
+    trained = {"completion_mask": [turn >= 0 for turn in turns], "turns": turns}
+    rows[2] = Row(rows[2].sequence.model_copy(update=trained), 2)  # its first answer is in the prefix of the others
+    job = make_batch(rows, SHARING)
+    owner = job.packing.rows == job.packing.rows[2]
+    assert job.packing.shared[2] == 0 and (job.packing.shared[:8][owner[:8]] > 0).sum() == owner.sum() - 1
+    for chosen in (np.arange(8), np.array([0, 1, 3, 4, 5, 6, 7]), np.array([0, 2, 9])):
+        got = select_sequences(job, chosen, SHARING)
+        expected = make_batch([rows[i] for i in chosen], SHARING)
+        assert (got.batch.branches is None) == (len(chosen) == 3)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)

@@ -1,0 +1,81 @@
+"""Attention to a shared prefix, joined from two calls of cuDNN: by the formulas of its kernels, which no CPU has."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft.models.segment_probe as probe_module
+import jaxft.models.shared_prefix as prefix_module
+from jaxft.models.attention import Scores
+from jaxft.models.config import PRESETS
+from jaxft.models.flash import Choice
+from jaxft.models.segment_probe import can_share_prefixes, prefix_leak
+from jaxft.models.shared_prefix import Part, takes_prefix
+
+SMALL = PRESETS["qwen3-50k"]
+
+
+def probabilities(scale, q, k, lengths, log_sums=None):
+    """Probabilities `[B K G T S]` by a given log-sum-exp of each query, and that of these scores."""
+    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    scores = scale * jnp.einsum("btkgh,bskh->bkgts", grouped, k)
+    keys, queries = jnp.arange(k.shape[1]), jnp.arange(q.shape[1])
+    is_seen = (keys <= queries[:, None])[None] if lengths is None else (keys < lengths[:, None])[:, None]
+    scores = jnp.where(is_seen[:, None, None], scores, -jnp.inf)
+    if log_sums is None:
+        log_sums = jax.nn.logsumexp(scores, axis=-1).reshape(len(q), q.shape[2], -1)
+    return jnp.exp(scores - log_sums.reshape(scores.shape[:-1])[..., None]), log_sums
+
+
+def forward(scale, q, k, v, lengths):
+    weights, log_sums = probabilities(scale, q, k, lengths)
+    return Part(jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape), log_sums)
+
+
+def backward(scale, q, k, v, lengths, result, gradient):
+    """The backward pass of FlashAttention-2 (arXiv 2307.08691, section 3.1.2), from a result and its log-sum-exp."""
+    weights, _ = probabilities(scale, q, k, lengths, result.log_sums)
+    grouped = (*q.shape[:2], k.shape[2], -1, q.shape[3])
+    d_out, out, q = (x.reshape(grouped) for x in (gradient, result.mixed, q))
+    d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, v)
+    d_scores = weights * (d_weights - (d_out * out).sum(axis=-1).transpose(0, 2, 3, 1)[..., None]) * scale
+    dq = jnp.einsum("bkgts,bskh->btkgh", d_scores, k).reshape(gradient.shape)
+    return dq, jnp.einsum("bkgts,btkgh->bskh", d_scores, q), jnp.einsum("bkgts,btkgh->bskh", weights, d_out)
+
+
+@pytest.fixture
+def by_formula(monkeypatch):
+    monkeypatch.setattr(prefix_module, "_kernel_forward", forward)
+    monkeypatch.setattr(prefix_module, "_kernel_backward", backward)
+    monkeypatch.setattr(probe_module, "layer_kernels", lambda *_, **__: {Scores(0.25): Choice("cudnn")})
+
+
+def test_values_and_gradients_are_those_of_one_softmax(by_formula):
+    """Prefixes are whole, in part padding, or empty."""
+    leak = jax.jit(partial(prefix_leak, Scores(0.25), (4, 2, 16), jnp.float32))()
+    assert leak < 1e-5
+
+
+def test_a_device_that_computes_something_else_shares_no_prefix(by_formula, monkeypatch, caplog):
+    def without_rest(scale, q, k, v, lengths, result, gradient):
+        own = forward(scale, q, k, v, lengths)  # not the joined result
+        return backward(scale, q, k, v, lengths, own, gradient)
+
+    monkeypatch.setattr(prefix_module, "_kernel_backward", without_rest)
+    assert not can_share_prefixes(SMALL, jnp.float32, None)
+    assert "shared prefix" in caplog.text
+
+
+def test_windows_are_not_joined():
+    assert takes_prefix("cudnn", Scores(1.0)) and not takes_prefix("cudnn", Scores(1.0, window=9))
+    assert not takes_prefix("splash", Scores(1.0)) and not takes_prefix("xla", Scores(1.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "head_dim"), [((16, 8), 128), ((8, 8), 64)])
+def test_the_kernels_of_the_device_are_joined(heads, head_dim):
+    leak = jax.jit(partial(prefix_leak, Scores(head_dim**-0.5), (*heads, head_dim), jnp.bfloat16))()
+    assert np.asarray(leak) < 0.1
