@@ -3,6 +3,7 @@
     python benchmarks/cost.py --layers 4                                  # an update on an H100: a minute on two cores
     python benchmarks/cost.py --program head                              # scores and their gradient alone
     python benchmarks/cost.py --program head --target v5e-8 --rows 4      # 8,192 tokens on a TPU
+    python benchmarks/cost.py --program gradient --rows 1 --prompt 1536 --answers 8 --width 5632 --layers 4
     python benchmarks/cost.py --program prefill_8192 --layers 4 --width 512
 
 A launch takes max(bytes / bandwidth, operations / arithmetic), by rates that programs were seen to reach, and 1.5 us on
@@ -31,7 +32,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jaxft
 from aot import Case
 from jaxft.components.programs import PlannedRun
+from jaxft.core.packing import Branches
 from jaxft.core.sharding import make_mesh
+from jaxft.core.update import loss_and_gradients
 from jaxft.models.ceilings import attention_flops, tokens_seen
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import REMATS, decoder, parameter_shapes
@@ -131,6 +134,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=128, help="slots of the engine (default %(default)s)")
     parser.add_argument("--remat", choices=REMATS, help="checkpoint policy (default: none on GPUs, dots on TPUs)")
     parser.add_argument("--packed", action="store_true", help="packed rows; two sequences in each where a kernel skips")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt that the answers of a row share")
+    parser.add_argument("--answers", type=int, help="answers in each row of the gradient, behind their prompt")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16")
     parser.add_argument("--top", type=int, default=20, metavar="N", help="lines of launches (default %(default)s)")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled program there, too")
@@ -168,6 +173,8 @@ def compiled_costs(parsed: argparse.Namespace, name: str) -> list[Cost]:
     run, started = planned(parsed), time.perf_counter()
     if name == "head":
         lowered = lowered_head(parsed, run.model)
+    elif parsed.answers:
+        lowered = lowered_branches(parsed, run.model)
     else:
         try:
             lowered = compiler.lower({"run": run.to_json(), "target": parsed.target, "program": name})
@@ -191,6 +198,11 @@ def compiled_costs(parsed: argparse.Namespace, name: str) -> list[Cost]:
         rows = int(re.findall(r"\d+", name)[0]) / parsed.width if re.search(r"\d", name) else 1
     elif parsed.packed and "cudnn$fmha" in text:  # which skips what another sequence holds
         seen /= 2
+    elif parsed.answers:  # the launches of three calls, each with a third of the operations of all
+        answer = (parsed.width - parsed.prompt) // parsed.answers
+        seen = (parsed.prompt**2 / 2 + parsed.answers * answer * (parsed.prompt + answer / 2)) / (
+            3 if target.chip.platform == "gpu" else 2
+        )
     rates, layers = REACHED[target.kind], model.num_layers
     return costs(read(text), rates, attention_flops(model, 1) * seen * rows, pool, name=name, layers=layers)
 
@@ -222,6 +234,18 @@ def lowered_head(parsed: argparse.Namespace, config: DecoderConfig) -> Any:
         return (scored.logprobs * gradients).sum(), scored.entropy
 
     return jax.jit(jax.grad(loss, has_aux=True)).lower(params, shaped(shape, jnp.int32), shaped(shape, jnp.float32))
+
+
+def lowered_branches(parsed: argparse.Namespace, config: DecoderConfig) -> Any:
+    """Lower the gradient of GRPO on one device, in rows of a prompt and its answers."""
+    mesh = make_mesh(1, 1, 1, devices=compiler.topology_devices(find_target(parsed.target))[:1])
+    shaped = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
+    model = decoder(config, parsed.remat, compute_dtype=jnp.bfloat16, sharding=sharding_for(config, mesh))
+    params = jax.tree.map(lambda x: shaped(x.shape, x.dtype), parameter_shapes(config))
+    tokens, mask, floats = (shaped((parsed.rows, parsed.width), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
+    layout = {"positions": tokens, "segment_ids": tokens, "branches": Branches(parsed.prompt, parsed.answers)}
+    batch = jaxft.Batch(tokens, mask, floats, floats, floats, floats, **layout)
+    return jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss)).lower(params, batch)
 
 
 def report(found: Sequence[Cost], whole: DecoderConfig, parsed: argparse.Namespace) -> None:

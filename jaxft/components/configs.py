@@ -293,7 +293,8 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     )
     packing: bool | None = Field(
         default=None,
-        description="true: several short sequences share a row. false: each sequence has a row, and rows of similar "
+        description="true: several short sequences share a row, and long prompts are computed once for all their "
+        "answers. false: each sequence has a row, and rows of similar "
         "length share a microbatch. null: true, except where only rows of one sequence have a fused attention kernel: "
         "on GPUs with a sliding window.",
     )

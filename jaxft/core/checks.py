@@ -144,6 +144,12 @@ def check_batch_shapes(batch: Batch) -> None:
         shape = np.shape(x)[:2] if name == "supports" else np.shape(x)
         if x is not None and shape != wanted and not is_per_row:
             raise ValueError(f"batch.{name} has shape {shape}; wanted that of tokens, {wanted}")
+    if (branches := batch.branches) is not None:
+        rest = wanted[1] - branches.prefix_tokens
+        if batch.segment_ids is None or batch.positions is None or min(branches.prefix_tokens, rest) < 1:
+            raise ValueError(f"{branches} needs batch.segment_ids, batch.positions and more than its prefix's columns")
+        if rest % branches.count:
+            raise ValueError(f"batch.tokens has {rest} columns behind the prefix; wanted a multiple of {branches}")
 
 
 def vocabulary_size(model: Model, params: Params) -> int:

@@ -139,7 +139,7 @@ def token_logprobs(
     def before(model: Model, params: Params | None) -> tuple[Array, Array]:
         """Return the hidden states of all tokens, and those that predict the second token of the row and later ones."""
         apply = model.apply if branches is None else partial(model.apply, branches=branches)
-        hidden, _ = apply(params, tokens, positions, segment_ids=segment_ids)  # [B T D]
+        hidden = jnp.asarray(apply(params, tokens, positions, segment_ids=segment_ids)[0])  # [B T D]
         return hidden, previous(hidden, branches)
 
     hidden, predicting = before(model, params)

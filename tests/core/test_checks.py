@@ -18,10 +18,11 @@ from jaxft.core.advantages import (
     weighted_sum,
     whiten,
 )
-from jaxft.core.checks import check_batch, check_token_ids, vocabulary_size
+from jaxft.core.checks import check_batch, check_batch_shapes, check_token_ids, vocabulary_size
 from jaxft.core.correction import sampler_agreement, sampler_correction
 from jaxft.core.losses import k1_penalty, kl_penalty, policy_loss, preference_loss, value_loss
 from jaxft.core.objectives import grpo_loss, score_batch, sft_loss
+from jaxft.core.packing import Branches
 from jaxft.core.types import Batch, Denominators
 from jaxft.core.update import init_train_state, loss_and_gradients, make_update
 
@@ -67,7 +68,21 @@ def test_shapes_that_disagree_are_refused(call, message):
         call()
 
 
-@pytest.mark.parametrize("field", [name for name in Batch._fields if name != "tokens"])
+@pytest.mark.parametrize(
+    ("branches", "fields", "message"),
+    [
+        (Branches(1, 2), ("segment_ids",), "needs batch.segment_ids, batch.positions"),
+        (Branches(3, 1), ("segment_ids", "positions"), "more than its prefix's columns"),
+        (Branches(1, 3), ("segment_ids", "positions"), r"2 columns behind the prefix; .*count=3"),
+    ],
+)
+def test_branches_that_do_not_divide_the_columns_are_refused(branches, fields, message):
+    batch = Batch(np.zeros((2, 3), np.int32), MASK, branches=branches)
+    with pytest.raises(ValueError, match=message):
+        check_batch_shapes(batch._replace(**dict.fromkeys(fields, batch.tokens)))
+
+
+@pytest.mark.parametrize("field", [name for name in Batch._fields if name not in ("tokens", "branches")])
 def test_batches_with_a_field_of_another_shape_are_refused(bigram, field):
     batch = Batch(np.zeros((2, 3), np.int32), MASK, advantages=np.zeros(2, np.float32))
 
