@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -242,9 +242,12 @@ def lowered_branches(parsed: argparse.Namespace, config: DecoderConfig) -> Any:
     shaped = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, PartitionSpec()))
     model = decoder(config, parsed.remat, compute_dtype=jnp.bfloat16, sharding=sharding_for(config, mesh))
     params = jax.tree.map(lambda x: shaped(x.shape, x.dtype), parameter_shapes(config))
-    tokens, mask, floats = (shaped((parsed.rows, parsed.width), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.float32))
-    layout = {"positions": tokens, "segment_ids": tokens, "branches": Branches(parsed.prompt, parsed.answers)}
-    batch = jaxft.Batch(tokens, mask, floats, floats, floats, floats, **layout)
+    dtypes: list[Any] = [jnp.int32, jnp.bool_, jnp.float32]
+    tokens, mask, floats = (cast(Any, shaped((parsed.rows, parsed.width), dtype)) for dtype in dtypes)
+    layout = Branches(parsed.prompt, parsed.answers)
+    batch = jaxft.Batch(
+        tokens, mask, floats, floats, floats, floats, positions=tokens, segment_ids=tokens, branches=layout
+    )
     return jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss)).lower(params, batch)
 
 

@@ -41,7 +41,7 @@ def make_rows(prompt: int, answer: int, count: int, vocabulary: int) -> list[Row
     """Answers to one prompt, of random tokens."""
     draw = np.random.default_rng(0)
     asked, rows, numbers = draw.integers(1, vocabulary, prompt).tolist(), [], [-5.0] * (prompt + answer)
-    recorded = {"sampler_logprobs": numbers, "behavior_logprobs": numbers, "temperatures": [1.0] * len(numbers)}
+    recorded: Any = {"sampler_logprobs": numbers, "behavior_logprobs": numbers, "temperatures": [1.0] * len(numbers)}
     for number in range(count):
         tokens = asked + draw.integers(1, vocabulary, answer).tolist()
         mask = [False] * prompt + [True] * answer
@@ -52,7 +52,7 @@ def make_rows(prompt: int, answer: int, count: int, vocabulary: int) -> list[Row
 
 def with_advantages(job: TrainingBatch, count: int) -> jaxft.Batch:
     """The only microbatch, with an advantage of each sequence."""
-    advantages = job.table(np.linspace(-1, 1, count, dtype=np.float32)[job.places[0]])
+    advantages: Any = job.table(np.linspace(-1, 1, count, dtype=np.float32)[job.places[0]])
     (batch,) = job._replace(batch=job.batch._replace(advantages=advantages)).microbatches()
     return batch
 
@@ -64,7 +64,7 @@ def compare(preset: str, shape: tuple[int, int, int], rounds: int) -> dict[str, 
     batches = {name: with_advantages(make_batch(rows, each), shape[-1]) for name, each in PLANNERS.items()}
     params = jax.jit(model.init)(jax.random.key(0))
     gradient = jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss))
-    programs = {name: gradient.lower(params, batch).compile() for name, batch in batches.items()}
+    programs: Any = {name: gradient.lower(params, batch).compile() for name, batch in batches.items()}
     found = [
         np.concatenate([np.ravel(x) for x in jax.tree.leaves(jax.device_get(programs[name](params, batch)[-1]))])
         for name, batch in batches.items()
@@ -100,7 +100,7 @@ def main() -> None:
     results = []
     for text in parsed.shapes:
         prompt, answer, count = (int(part) for part in text.split(","))
-        result = compare(MODELS[parsed.model].preset, (prompt, answer, count), parsed.rounds)
+        result = compare(MODELS[parsed.model], (prompt, answer, count), parsed.rounds)
         results.append(result)
         print(
             f"{text:<14} {'shared' if result['is_shared'] else 'plain':<7} operations {result['operations']:.2f}, "
