@@ -136,6 +136,7 @@ ADDED = {
     "python experiments/perfect_opponent.py": "--seeds 1 --dry-run",
     "python experiments/doors.py": "--seeds 1 --dry-run",
     "python experiments/dpo_tic_tac_toe.py": "--seeds 1 --dry-run",
+    "python experiments/mixture.py": "--seeds 1 --dry-run",
 }
 """Options added to commands, by the longest matching beginning. Later options replace earlier ones."""
 

@@ -189,12 +189,15 @@ class DPOTrainer(LoggedTrainer):
         """Initialise trainer, builder and adapter.
 
         Raises:
-            ConfigError: curriculum learning is enabled, which chooses among the groups of an epoch.
+            ConfigError: curriculum learning is enabled, which chooses among the groups of an epoch, or tasks have
+                weights.
         """
         if run_config.curriculum_learning.enabled:
             raise ConfigError(
                 ["finetuning.curriculum_learning.enabled: dpo_trainer collects before its epochs: set it to false"]
             )
+        if any(task.weight != 1.0 or task.curriculum_learning for task in run_config.per_task.values()):
+            raise ConfigError(["finetuning.per_task: dpo_trainer has no weights or curricula of tasks: take them out"])
         await super().initialize(run_config)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:

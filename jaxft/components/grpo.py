@@ -5,25 +5,29 @@ curriculum, and submits what remains to the trainer adapter. With `max_staleness
 sampled beside the job (`jaxft.components.schedule`).
 """
 
-import random
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 from jaxft.components.configs import EarlyStopConfig, GRPOTrainerConfig, GRPOTrajectoryBuilderConfig
+from jaxft.components.example_order import ExampleOrder
 from jaxft.components.local_adapter import LocalTrainerAdapter
-from jaxft.components.rollout_builder import RolloutBuilder, reward_metrics, to_messages
+from jaxft.components.rollout_builder import RolloutBuilder, reward_metrics, task_metrics, to_messages
 from jaxft.components.schedule import GroupStream, NextCollection, Schedule
 from jaxft.components.trainer import LoggedTrainer
 from jaxft.errors import ConfigError, NothingToTrain
 from jaxft.harness.contracts import TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import (
+    FinetuneConfig,
     TrainingJobRef,
     TrainingJobStatus,
     Trajectory,
     TrajectoryCollection,
 )
 from jaxft.harness.outcomes import EpisodeOutcome
+from jaxft.harness.tasks import tasks_of
 from jaxft.hosts.group import process_group
 from jaxft.rollout.sequences import token_sequences
 from jaxft.runs.console import Console
@@ -79,7 +83,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
     async def _trajectory(self, run_id: str, outcome: EpisodeOutcome, meta: dict[str, Any] | None) -> Trajectory:
         """Return the trajectory of an episode; without a reward it is not scorable."""
         assert self.evaluation is not None
-        verdict = outcome.verdict(self.evaluation.reward_name or "")
+        verdict = outcome.verdict(self.evaluation.reward_of(outcome.item) or "")
         reward = await self.compute_reward(verdict, meta) if outcome.error is None else self.failed_reward
         is_priced = outcome.reward is None and reward is not None
         remote_calls = outcome.episode.remote_calls
@@ -117,7 +121,6 @@ class GRPOTrainer(LoggedTrainer):
     """Trainer that collects groups, selects by the curriculum and trains, once per epoch."""
 
     trainer_config: GRPOTrainerConfig
-    _skips_examples = False  # True for runs that an earlier version began
 
     def __init__(self, trainer_config: GRPOTrainerConfig, *, directory: RunDirectory, console: Console) -> None:
         super().__init__(trainer_config, directory=directory, console=console)
@@ -174,7 +177,7 @@ class GRPOTrainer(LoggedTrainer):
         self.log.console.message(
             f"max_staleness is {staleness}: which groups a job trains depends on the clock, so that equal runs differ"
         )
-        size = self._examples_per_update
+        size = self._order.count
         state = self._restored_groups or {"next": size * self.epoch, "open": []}
         total = size * num_epochs
         return GroupStream(self._collect_group, self, size=size, total=total, max_staleness=staleness, state=state)
@@ -213,6 +216,8 @@ class GRPOTrainer(LoggedTrainer):
         with self.collecting():
             collection = await self._schedule.take(epoch, run_id)
         self.check_collection(collection)
+        if self.run_config is not None and self.run_config.per_task:
+            collection = self._with_tasks(collection)
         # A reward beyond float32 must not enter the metrics. Groups that are not chosen never reach the adapter.
         check_rewards(trajectory for group in collection.trajectories for trajectory in group)
         rewards = [[t.reward for t in group if t.scorable] for group in collection.trajectories]
@@ -227,7 +232,7 @@ class GRPOTrainer(LoggedTrainer):
 
         chosen = self.apply_curriculum_learning(collection, epoch)
         chosen_rewards = [t.reward for group in chosen.trajectories for t in group if t.scorable]
-        if self.curriculum_config is not None and self.curriculum_config.enabled:
+        if self.has_curriculum:
             state = self.get_curriculum_state()
             self.log.curriculum(state)
             metrics |= {
@@ -235,6 +240,9 @@ class GRPOTrainer(LoggedTrainer):
                 "curriculum_groups": len(chosen.trajectories),
                 "curriculum_dropped_groups": len(state["dropped_groups"]),
             }
+            if self.run_config is not None:
+                tasks, chosen_of = tasks_of(self.run_config), Counter(group[0].task for group in chosen.trajectories)
+                metrics |= {f"{tasks.key}={name}/curriculum_groups": chosen_of[name] for name in tasks.configs}
             if chosen_rewards:
                 metrics["reward_mean_chosen"] = sum(chosen_rewards) / len(chosen_rewards)
         self.trajectory_builder.log_progress(run_id, metrics)
@@ -255,6 +263,22 @@ class GRPOTrainer(LoggedTrainer):
         except NothingToTrain as error:
             self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None
+
+    def _with_tasks(self, collection: TrajectoryCollection) -> TrajectoryCollection:
+        """Return the collection with the task of each trajectory, and metrics of each task."""
+        assert self.trajectory_builder is not None and self.run_config is not None
+        tasks, evaluation = tasks_of(self.run_config), self.trajectory_builder.evaluation
+        by_id = {item.id: tasks.of(item) for item in self.trajectory_builder.examples}
+        groups = [
+            [trajectory.model_copy(update={"task": by_id.get(str(trajectory.example_id))}) for trajectory in group]
+            for group in collection.trajectories
+        ]
+        least = 1.0 if evaluation is None else evaluation.pass_threshold
+        metrics = dict(collection.metrics)
+        for task in tasks.configs:
+            own = [group for group in groups if group and group[0].task == task]
+            metrics |= {f"{tasks.key}={task}/{name}": value for name, value in task_metrics(own, least).items()}
+        return collection.model_copy(update={"trajectories": groups, "metrics": metrics})
 
     async def prepare_validation(self) -> None:
         """Let the sampler have the newest weights.
@@ -280,7 +304,7 @@ class GRPOTrainer(LoggedTrainer):
 
     async def _collect_group(self, number: int) -> TrajectoryCollection:
         """Collect the group of this number; groups are numbered from 0 in the order of the epochs' examples."""
-        epoch, place = divmod(number, self._examples_per_update)
+        epoch, place = divmod(number, self._order.count)
         run_id = f"group_{number:06d}"
         examples = self._next_examples(epoch).get("example_ids") or self._example_ids
         return await self.collect(run_id, self._meta(epoch, run_id) | {"example_ids": [examples[place]]})
@@ -288,25 +312,37 @@ class GRPOTrainer(LoggedTrainer):
     def _meta(self, epoch: int, run_id: str) -> dict[str, Any]:
         return {"epoch": epoch, "run_id": run_id, "trainer_config": self.trainer_config.model_dump()}
 
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Store the run's configuration, and initialise the builder and the adapter.
+
+        Raises:
+            ConfigError: a task has fewer examples than its share of an epoch.
+        """
+        await super().initialize(run_config)
+        if run_config.per_task:
+            _ = self._order
+
+    @cached_property
+    def _order(self) -> ExampleOrder:
+        assert self.trajectory_builder is not None and self.run_config is not None
+        tasks, weights = tasks_of(self.run_config), dict[str | None, float]({None: 1.0})
+        if tasks.configs:
+            weights = {name: config.weight for name, config in tasks.configs.items()}
+        ids: dict[str | None, list[str]] = {task: [] for task in weights}
+        for item in self.trajectory_builder.examples:
+            ids[tasks.of(item)].append(item.id)
+        return ExampleOrder(ids, weights, self.trainer_config.examples_per_update, self.run_config.seed)
+
     @property
     def _example_ids(self) -> list[str]:
         assert self.trajectory_builder is not None
         return [item.id for item in self.trajectory_builder.examples]
 
-    @property
-    def _examples_per_update(self) -> int:
-        """Number of examples of an epoch."""
-        count, known = self.trainer_config.examples_per_update, len(self._example_ids)
-        return known if count is None else min(count, known)
-
     def _next_examples(self, epoch: int) -> dict[str, Any]:
         """Return the ids of an epoch's examples, for the `meta` of `start_run`; empty for all examples."""
         assert self.run_config is not None
-        ids, count = self._example_ids, self._examples_per_update
-        if count == len(ids):
-            return {}
-        choose = skipping_examples if self._skips_examples else examples_of_epoch
-        return {"example_ids": choose(ids, count, self.run_config.seed, epoch)}
+        is_whole = self._order.count == len(self._example_ids) and not self.run_config.per_task
+        return {} if is_whole else {"example_ids": self._order.examples(epoch)}
 
     def _keep_episodes(self, epoch: int, collection: TrajectoryCollection) -> list[tuple[str, int]]:
         """Show a sample episode if one is due, write the episodes that `save_episodes` selects, and name these."""
@@ -326,64 +362,13 @@ class GRPOTrainer(LoggedTrainer):
 
     def state(self) -> dict[str, Any]:
         """Return counters, histories, the rewards that early stopping compares, and open groups, for JSON."""
-        own = {"early_stop": self._early_stop.state(), "skips_examples": self._skips_examples}
-        return {**super().state(), **own, **self._schedule.state()}
+        return {**super().state(), "early_stop": self._early_stop.state(), **self._schedule.state()}
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Restore the state between two epochs; the configuration of early stopping may have changed."""
         super().restore_state(state)
         self._early_stop.restore(state["early_stop"])
-        self._skips_examples = state.get("skips_examples", True)  # checkpoints of earlier versions do not have it
         self._restored_groups = state.get("groups")  # those of a run with max_staleness of 2 or more
-
-
-def examples_of_epoch(ids: Sequence[str], count: int, seed: int, epoch: int) -> list[str]:
-    """Return the `count` examples of an epoch: every pass over `ids` has each once, in an order of its own.
-
-    An epoch that begins in one pass and ends in the next has no example twice: those that it has already are moved
-    behind it in the next pass.
-
-    >>> ["".join(examples_of_epoch("abcd", 3, 0, epoch)) for epoch in range(4)]  # three passes: cadb, adbc, abcd
-    ['cad', 'bad', 'bca', 'bcd']
-    """
-    size = len(ids)
-    last = (epoch * count + count - 1) // size  # pass in which the epoch ends
-
-    def num_first(number: int) -> int:
-        """Number of examples of a pass that belong to the epoch across its beginning."""
-        return -number * size % count
-
-    # What moved at the beginning of a pass leaves its end as it was shuffled, if a whole epoch lies in the pass.
-    start = last
-    while num_first(start) and (start == last or num_first(start) + count > size):
-        start -= 1
-    before, order = list[str](), _shuffle_ids(ids, seed, start)
-    for number in range(start + 1, last + 1):
-        before, order = order, _shuffle_ids(ids, seed, number)
-        has = set(before[num_first(number) - count :])
-        first = [example_id for example_id in order if example_id not in has][: num_first(number)]
-        has = set(first)
-        order = first + [example_id for example_id in order if example_id not in has]
-    place = epoch * count - last * size
-    return order[place : place + count] if place >= 0 else before[place:] + order[: place + count]
-
-
-def skipping_examples(ids: Sequence[str], count: int, seed: int, epoch: int) -> list[str]:
-    """Return the examples of an epoch as earlier versions chose them; a pass may lack some, and have others twice."""
-    chosen: list[str] = []
-    position = epoch * count
-    while len(chosen) < count:
-        taken = _shuffle_ids(ids, seed, position // len(ids))[position % len(ids) :][: count - len(chosen)]
-        chosen += [example_id for example_id in taken if example_id not in chosen]
-        position += len(taken)
-    return chosen
-
-
-def _shuffle_ids(ids: Sequence[str], seed: int, number: int) -> list[str]:
-    """Return the examples in the order of a pass."""
-    order = list(ids)
-    random.Random(f"order of examples {seed} {number}").shuffle(order)
-    return order
 
 
 def lowest_median_highest(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness.contracts import TrajectoryBuilder
-from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig
+from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig, Trajectory
 from jaxft.harness.outcomes import EpisodeOutcome
 from jaxft.harness.registry import TrajectoryBuilderConfig
 from jaxft.rollout.calls import CARRIED, Call, Completion
@@ -274,6 +274,29 @@ def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
         "reward_max": max(rewards),
         "group_reward_q25": low,
         "group_reward_q75": high,
+    }
+
+
+def task_metrics(groups: Sequence[Sequence[Trajectory]], pass_threshold: float) -> dict[str, float]:
+    """Return counts and means of the groups of one task; means of nothing are left out.
+
+    Args:
+        groups: the groups of an epoch.
+        pass_threshold: the least reward of a trajectory that solves its example.
+    """
+    rewards = [[trajectory.reward for trajectory in group if trajectory.scorable] for group in groups]
+    rows = [row for group in groups for trajectory in group for row in trajectory.sequences or ()]
+    known, episodes = [reward for group in rewards for reward in group], sum(map(len, groups))
+    means: dict[str, list[float]] = {
+        "reward_mean": known,
+        "solved_fraction": [reward >= pass_threshold for reward in known],
+        "truncated_fraction": [row.truncated for row in rows],
+    }
+    return {
+        "episodes": episodes,
+        "equal_reward_groups": sum(max(group, default=0.0) == min(group, default=0.0) for group in rewards),
+        "completion_tokens_mean": sum(sum(row.completion_mask) for row in rows) / max(1, episodes),
+        **{name: sum(values) / len(values) for name, values in means.items() if values},
     }
 
 

@@ -52,6 +52,7 @@ from jaxft.harness.registry import (
     TrajectoryBuilderConfig,
     WorkflowConfig,
 )
+from jaxft.harness.tasks import Tasks, tasks_of
 from jaxft.plugins import plugin
 from jaxft.rollout.recorder import ENDPOINT
 from jaxft.runs.console import Console
@@ -209,7 +210,9 @@ class Builder(ConfigBuilder):
 
     async def get_dataset(self) -> list[EvalInputItem]:
         """Return the examples of `eval.general.dataset`: at least one, with unique ids."""
-        return checked_items(await self._get(DatasetConfig, object), KINDS[DatasetConfig].section)
+        made = checked_items(await self._get(DatasetConfig, object), section := KINDS[DatasetConfig].section)
+        self._tasks.check(made, section)
+        return made
 
     async def open(self) -> None:
         """Make the components of every run: first the datasets, which are quick, then workflow and evaluators."""
@@ -273,7 +276,15 @@ class Builder(ConfigBuilder):
         if section.dataset is None:
             return source, await source.get_dataset()
         made = await self._once("eval.validation.dataset", section.dataset)
-        return source, checked_items(made, "eval.validation.dataset")
+        examples = checked_items(made, "eval.validation.dataset")
+        source._tasks.check(examples, "eval.validation.dataset")
+        return source, examples
+
+    @property
+    def _tasks(self) -> Tasks:
+        """The tasks of the run, which the configuration of a validation may leave out."""
+        own = self.config.finetuning
+        return tasks_of(own if own.per_task or self._lender is None else self._lender.config.finetuning)
 
     async def _make_validation(self) -> Validation | None:
         section = self.config.eval.validation
@@ -315,6 +326,7 @@ class Builder(ConfigBuilder):
             result_json_path=general.result_json_path,
             pass_threshold=general.pass_threshold,
             breakdown_by=general.breakdown_by,
+            tasks=self._tasks,
             counted_with=counted_with,
             server_url=await self.get_server_url() if (self._lender or self).is_served else ENDPOINT,
             show_progress=self.console.status,

@@ -135,7 +135,7 @@ class EvalGeneralConfig(ConfigModel):
         default=None,
         min_length=1,
         description="Column of the dataset, such as difficulty, for each of whose values evaluations and validations "
-        "have scores; null: none.",
+        "have scores; null: none, or with finetuning.per_task the column of the tasks.",
     )
     output_dir: OutputPath | None = Field(
         default=None,
@@ -324,9 +324,12 @@ def validation_config(config: Config) -> Config:
         return config
     path = section.config_file
     other = _config(read_layers(path), (), str(path), ConfigErrors(), is_validation=True)
-    if other.finetuning.reward_function is None and reward is not None and reward.name not in other.eval.evaluators:
-        hint = did_you_mean(reward.name, other.eval.evaluators, what="there")
-        raise ConfigError([f"eval.evaluators: has no '{reward.name}', which gives the reward{hint}"], str(path))
+    default = None if other.finetuning.reward_function is not None or reward is None else reward.name
+    tasks = {} if other.finetuning.per_task else config.finetuning.per_task
+    for name in filter(None, (default, *(task.evaluator for task in tasks.values()))):
+        if name not in other.eval.evaluators:
+            hint = did_you_mean(name, other.eval.evaluators, what="there")
+            raise ConfigError([f"eval.evaluators: has no '{name}', which gives the reward{hint}"], str(path))
     return other
 
 

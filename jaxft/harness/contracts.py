@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from jaxft.errors import ConfigError, TrajectoryError
-from jaxft.harness.curriculum import GroupReward, checked_state, choose_groups, group_reward, initial_state
+from jaxft.harness.curriculum import GroupReward, checked_state, choose_groups_per_task, group_reward, initial_state
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     EvalInputItem,
@@ -422,19 +422,16 @@ class Trainer(ABC):
         validation, evaluation = self.trajectory_builder.validation, self.trajectory_builder.evaluation
         name = None if self.reward is None else self.reward.name
         if validation is not None:  # the validation's configuration may name another reward
-            evaluation, name = validation.evaluation, validation.evaluation.reward_name
-        items = [
-            item
-            for evaluator, result in output.evaluation_results
-            if evaluator == name
-            for item in result.eval_output_items
-        ]
+            evaluation = validation.evaluation
+        results, inputs = dict(output.evaluation_results), output.eval_input.eval_input_items
+        names = [name if evaluation is None else evaluation.reward_of(item) for item in inputs]
+        items = [results[each].eval_output_items[place] for place, each in enumerate(names) if each in results]
         priced: list[float | None] = [
             None if item.error is not None else await self.trajectory_builder.compute_reward(item) for item in items
         ]
         rewards = [reward for reward in priced if reward is not None]
         replaced = sum(item.score is None and reward is not None for item, reward in zip(items, priced, strict=True))
-        scored = zip(output.eval_input.eval_input_items, priced, (item.named_scores for item in items), strict=False)
+        scored = zip(inputs, priced, (item.named_scores for item in items), strict=False)
         return {
             "epoch": epoch,
             "dataset_type": "validation",
@@ -448,10 +445,19 @@ class Trainer(ABC):
             **({} if evaluation is None else evaluation.scores([ScoredEpisode(*each) for each in scored])),
         }
 
+    @property
+    def has_curriculum(self) -> bool:
+        """True if groups of the run, or of one of its tasks, are selected; False before `initialize`."""
+        of_tasks = () if self.run_config is None else self.run_config.per_task.values()
+        configs = (self.curriculum_config, *(task.curriculum_learning for task in of_tasks))
+        return any(config is not None and config.enabled for config in configs)
+
     def apply_curriculum_learning(
         self, trajectory_collection: TrajectoryCollection, epoch: int
     ) -> TrajectoryCollection:
         """Select the groups that an epoch trains by `finetuning.curriculum_learning`; return all if it is not enabled.
+
+        The groups of each task of `finetuning.per_task` are selected by themselves.
 
         Raises:
             RuntimeError: called before `initialize`.
@@ -459,11 +465,12 @@ class Trainer(ABC):
         if self.run_config is None or self.curriculum_config is None or self._curriculum_state is None:
             raise RuntimeError(f"{type(self).__name__} is not initialised: call initialize first")
         assert self.trainer_adapter is not None  # as of any trainer that is initialised
-        if not self.curriculum_config.enabled:
+        if not self.has_curriculum:
             return trajectory_collection
-        groups, self._curriculum_state = choose_groups(
+        own = {name: task.curriculum_learning for name, task in self.run_config.per_task.items()}
+        groups, self._curriculum_state = choose_groups_per_task(
             trajectory_collection.trajectories,
-            self.curriculum_config,
+            {None: self.curriculum_config} | {name: config for name, config in own.items() if config is not None},
             self._curriculum_state,
             epoch=epoch,
             seed=self.run_config.seed,

@@ -134,6 +134,42 @@ def choose_groups(
     }
 
 
+def choose_groups_per_task(
+    groups: Sequence[Sequence[Trajectory]],
+    configs: Mapping[str | None, CurriculumLearningConfig],
+    state: State,
+    *,
+    epoch: int,
+    seed: int,
+    rewards: Sequence[GroupReward],
+) -> tuple[list[list[Trajectory]], State]:
+    """Return `choose_groups` of each task's groups by themselves, one task after the other, and the state of all.
+
+    Args:
+        groups: trajectories of one example each.
+        configs: the curriculum by task; that of None is for tasks without one of their own. All groups of a task whose
+            curriculum is not enabled are chosen.
+        state: the state after the previous epoch; it is not modified.
+        epoch: number of the epoch, from 0.
+        seed: seed of the run.
+        rewards: mean and difference of each group.
+    """
+    everything = CurriculumLearningConfig(initial_percentile=1.0, min_reward_diff=0.0)
+    of_group = [group[0].task if group else None for group in groups]
+    chosen, states, trained = list[list[Trajectory]](), list[State](), Fraction(0)
+    for task in dict.fromkeys(of_group) or (None,):
+        config = configs.get(task, configs[None])
+        config = config if config.enabled else everything
+        places = [place for place, other in enumerate(of_group) if other == task]
+        parts = [groups[place] for place in places], config, state
+        more, state = choose_groups(*parts, epoch=epoch, seed=seed, rewards=[rewards[place] for place in places])
+        chosen, states, trained = chosen + more, [*states, state], trained + _percentile(config, epoch) * len(places)
+    joined = {name: [each for own in states for each in own[name]] for name in ("included_groups", "dropped_groups")}
+    share = float(trained / len(groups)) if groups else state["current_percentile"]
+    total = sum(own["total_groups"] for own in states)
+    return chosen, state | joined | {"total_groups": total, "current_percentile": share}
+
+
 def _percentile(config: CurriculumLearningConfig, epoch: int) -> Fraction:
     # Exact fractions: in floats 0.3 + 2 * 0.2 is slightly above 0.7, and the ceiling of ten times that is 8.
     expansions = epoch // config.expansion_interval

@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsA
 
 from jaxft.harness.config_types import (
     ConfigModel,
+    EvaluatorRef,
     LLMRef,
     OutputPath,
     RewardFunctionConfig,
@@ -20,6 +21,7 @@ from jaxft.harness.config_types import (
     TrainerRef,
     TrajectoryBuilderRef,
     config_error,
+    entries,
 )
 from jaxft.harness.registry import REGISTRY, LoggerConfig, chosen_by_type
 from jaxft.harness.steps import IntermediateStep
@@ -109,7 +111,7 @@ class Trajectory(DataModel):
 
     `sequences` are the token ids recorded while sampling the calls that are trained; None when nothing was recorded, as
     for texts of another source. A `reward` of None sets `scorable=False`. A name in `named_rewards` whose value is None
-    does not judge the episode.
+    does not judge the episode. `task` is the entry of `finetuning.per_task` of its row; None without any.
     """
 
     episode: list[EpisodeItem] | list[DPOItem]
@@ -121,6 +123,7 @@ class Trajectory(DataModel):
     named_rewards: dict[str, float | None] | None = None
     example_id: str | None = None
     generation: int | None = None
+    task: str | None = None
     sequences: list[TokenSequence] | None = None
 
     @model_validator(mode="before")
@@ -248,6 +251,22 @@ class CurriculumLearningConfig(ConfigModel):
     )
 
 
+class TaskConfig(ConfigModel):
+    """A task of a run: rows of the dataset with an evaluator, a weight and a curriculum of their own."""
+
+    weight: float = Field(
+        default=1.0, gt=0.0, allow_inf_nan=False, description="Share of the task in an epoch, beside other weights."
+    )
+    evaluator: EvaluatorRef | None = Field(
+        default=None,
+        description="The evaluator whose score is the reward of its rows, and that scores no others; null: that of "
+        "reward_function.",
+    )
+    curriculum_learning: CurriculumLearningConfig | None = Field(
+        default=None, description="Fields of the curriculum that differ; null: none, for the task's own groups."
+    )
+
+
 class CheckpointConfig(ConfigModel):
     """Frequency of checkpoints, and number of checkpoints to keep beside the one of the best validation reward."""
 
@@ -336,6 +355,16 @@ class FinetuneConfig(ConfigModel):
     curriculum_learning: CurriculumLearningConfig = Field(
         default=CurriculumLearningConfig(), description="Selection of the groups that an epoch trains."
     )
+    task_key: str = Field(
+        default="task_name",
+        min_length=1,
+        description="Column of the dataset with the task of a row; read with per_task.",
+    )
+    per_task: dict[str, TaskConfig] = Field(
+        default={},
+        description="Tasks, by the text in the column task_key, each with a weight (its share of an epoch), an "
+        "evaluator and a curriculum_learning of its own; {}: one task.",
+    )
     checkpoints: CheckpointConfig = Field(
         default=CheckpointConfig(), description="Schedule and number of the checkpoints."
     )
@@ -359,6 +388,16 @@ class FinetuneConfig(ConfigModel):
     run_configuration: FinetuneRunConfig | None = Field(
         default=None, exclude=True, repr=False, description="Options of the command line, set by the run."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tasks_share_a_curriculum(cls, values: Any) -> Any:
+        """Let the curriculum of a task have the fields of that of the run which it does not name."""
+        shared, tasks = entries(values, "curriculum_learning"), dict(entries(values, "per_task"))
+        for name, task in tasks.items():
+            if isinstance(task, dict) and isinstance(own := task.get("curriculum_learning"), dict):
+                tasks[name] = task | {"curriculum_learning": shared | own}
+        return values | {"per_task": tasks} if tasks else values
 
     @field_validator("run_configuration")
     @classmethod

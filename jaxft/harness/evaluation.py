@@ -31,6 +31,7 @@ from jaxft.harness.evaluators import (
 from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes, part_of_process
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
+from jaxft.harness.tasks import Tasks
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode
@@ -46,7 +47,8 @@ class Evaluation:
     """A workflow with its evaluators, ready to run.
 
     Attributes:
-        reward_name: the evaluator that gives the reward; None for no reward.
+        reward_name: the evaluator that gives the reward; None for no reward. Tasks may have others: `reward_of`.
+        tasks: the tasks of the examples.
         scores: `evaluation_scores` with the settings of this evaluation.
         num_rollouts: number of runs on the training stream, here or in evaluations counted with this one; it is the
             rollout index of the next run that is given none.
@@ -69,6 +71,7 @@ class Evaluation:
         result_json_path: str | None = None,
         pass_threshold: float = 1.0,
         breakdown_by: str | None = None,
+        tasks: Tasks | None = None,
         counted_with: "Evaluation | None" = None,
         server_url: str = ENDPOINT,
         show_progress: Callable[[Callable[[], str]], None] = lambda progress: None,
@@ -86,7 +89,9 @@ class Evaluation:
             timeout_seconds: time limit of the workflow per episode; None: no limit.
             result_json_path: JSON path of the result in the workflow's output; None: the whole output.
             pass_threshold: the least reward of an episode that passes, for pass@k and maj@k.
-            breakdown_by: a column of the dataset, for each of whose values a summary has scores.
+            breakdown_by: a column of the dataset, for each of whose values a summary has scores; None: that of the
+                tasks, if there are any.
+            tasks: the tasks of the examples, whose evaluators score no others; None for one task.
             counted_with: another evaluation of the same run with common counts, so that no two runs on a stream draw
                 the same random numbers.
             server_url: address of the server that reaches the language models of episodes.
@@ -97,8 +102,12 @@ class Evaluation:
             ValueError: the reward's name is not among the evaluators.
             ConfigError: a weighted sum names an unknown evaluator.
         """
-        if reward_name is not None and reward_name not in evaluators:
-            raise ValueError(f"reward_name is '{reward_name}'; the evaluators are {', '.join(evaluators) or 'none'}")
+        self.tasks = Tasks() if tasks is None else tasks
+        self._rewards = self.tasks.evaluators(reward_name)
+        for name in self._rewards.values():
+            if name is not None and name not in evaluators:
+                raise ValueError(f"reward_name is '{name}'; the evaluators are {', '.join(evaluators) or 'none'}")
+        breakdown_by = breakdown_by or (self.tasks.key if self.tasks.configs else None)
         self._workflow = workflow
         self._names = list(evaluators)
         self._sums = {name: each for name, each in evaluators.items() if isinstance(each, WeightedSum)}
@@ -106,6 +115,7 @@ class Evaluation:
         self._evaluators = {name: each for name, each in bound.items() if not each.is_group}
         self._group_evaluators = {name: each for name, each in bound.items() if each.is_group}
         self.reward_name = reward_name
+        self.pass_threshold = pass_threshold
         self.scores = partial(evaluation_scores, pass_threshold=pass_threshold, breakdown_by=breakdown_by)
         self._breakdown_by = breakdown_by
         self._slots = asyncio.Semaphore(part_of_process(max_concurrency))
@@ -174,8 +184,9 @@ class Evaluation:
         """`run` on the validation stream, greedy by default; each call takes the next rollout index.
 
         Raises:
-            ConfigError: no example has the column of `breakdown_by`.
+            ConfigError: no example has the column of `breakdown_by`, or one is of no task.
         """
+        self.tasks.check(items, "the examples")
         columns = dict.fromkeys(name for item in items for name in item.full_dataset_entry)
         if self._breakdown_by is not None and self._breakdown_by not in columns:
             hint = did_you_mean(self._breakdown_by, columns, what="columns")
@@ -217,7 +228,7 @@ class Evaluation:
             if not shared.is_own(number):
                 episodes += [asyncio.create_task(shared.outcome(number, item, episode)) for episode in own]
                 continue
-            group = GroupBarrier(num_generations, self._score_group) if self._group_evaluators else None
+            group = GroupBarrier(num_generations, self._score_group) if self._applied(item, is_group=True) else None
             tasks = [
                 asyncio.create_task(
                     self._run_episode(item, episode, group), name=f"episode {item.id}/{episode.generation}"
@@ -299,7 +310,7 @@ class Evaluation:
         async with self._slots:
             outcome = await self._roll_out(item, episode)
             if outcome.error is None:
-                (outcome,) = await self._score_outcomes(self._evaluators, [outcome])
+                (outcome,) = await self._score_outcomes(self._applied(item), [outcome])
         # The concurrency slot is free while the episode waits for its group, whose episodes may need it.
         if group is not None and outcome.error is None:
             outcome = await group.result(outcome.generation, outcome)
@@ -343,7 +354,22 @@ class Evaluation:
 
     async def _score_group(self, group: list[EpisodeOutcome]) -> list[EpisodeOutcome]:
         async with self._group_slots:
-            return await self._score_outcomes(self._group_evaluators, group)
+            return await self._score_outcomes(self._applied(group[0].item, is_group=True), group)
+
+    def reward_of(self, item: EvalInputItem) -> str | None:
+        """Return the evaluator that gives the reward of an example; None for no reward."""
+        return self._rewards[self.tasks.of(item)]
+
+    def _applied(self, item: EvalInputItem, *, is_group: bool = False) -> dict[str, BoundEvaluator]:
+        """Return the evaluators that score an example: all but those of the rewards of other tasks."""
+
+        def needed(reward: str | None) -> set[str | None]:
+            return {reward, *(self._sums[reward].weights if reward in self._sums else ())}
+
+        rewards = set().union(*map(needed, self._rewards.values()))
+        elsewhere = rewards - needed(self.reward_of(item))
+        evaluators = self._group_evaluators if is_group else self._evaluators
+        return {name: each for name, each in evaluators.items() if name not in elsewhere}
 
     async def _score_outcomes(
         self, evaluators: Mapping[str, BoundEvaluator], outcomes: list[EpisodeOutcome]
@@ -356,8 +382,10 @@ class Evaluation:
 
     def _add_reward(self, outcome: EpisodeOutcome) -> EpisodeOutcome:
         """Return the outcome with the weighted sums of its scores, and its reward."""
-        scores = outcome.scores | {name: weighted(outcome.scores) for name, weighted in self._sums.items()}
-        score = None if self.reward_name is None else scores[self.reward_name]
+        sums = {name: each for name, each in self._sums.items() if each.weights.keys() <= outcome.scores.keys()}
+        scores = outcome.scores | {name: weighted(outcome.scores) for name, weighted in sums.items()}
+        reward_name = self.reward_of(outcome.item)
+        score = None if reward_name is None else scores[reward_name]
         reward = to_scalar(score)
         named_rewards = score if isinstance(score, dict) and reward is not None else None
         return replace(outcome, scores=scores, reward=reward, named_rewards=named_rewards)
@@ -366,14 +394,14 @@ class Evaluation:
         """Summarise outcomes: averages over usable scores, and counts of failed and unscorable episodes."""
         failed = [outcome for outcome in outcomes if outcome.error is not None]
         rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-        judged = [] if self.reward_name is None else outcomes
+        judged = outcomes if any(self._rewards.values()) else []
         return EvaluationRunOutput(
             eval_input=EvalInput(eval_input_items=[outcome.item for outcome in outcomes]),
             evaluation_results=[(name, _verdicts(name, outcomes)) for name in self._names],
             average_reward=sum(rewards) / len(rewards) if rewards else None,
             num_episodes=len(outcomes),
             num_failed=len(failed),
-            num_unscorable=len(outcomes) - len(failed) - len(rewards) if self.reward_name is not None else 0,
+            num_unscorable=len(outcomes) - len(failed) - len(rewards) if judged else 0,
             first_error=failed[0].failure_report if failed else None,
             rewards=[outcome.reward for outcome in judged],
             scores=self.scores([ScoredEpisode(each.item, each.reward, each.named_rewards) for each in judged]),

@@ -76,7 +76,8 @@ class EpisodeOutcome:
         """Return the score that the evaluator `name` gave, with its reasoning or why the score is not usable."""
         given = self.scores.get(name)
         score = to_scalar(given)
-        not_usable = None if score is not None or self.error is not None else f"not usable: {given}"
+        is_unusable = name in self.scores and score is None and self.error is None
+        not_usable = f"not usable: {given}" if is_unusable else None
         return EvalOutputItem(
             id=self.item.id,
             score=score,

@@ -6,7 +6,8 @@ tables its advantage. Letters: `N` sequences, `B` rows of a table, `T` tokens of
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,8 @@ def collect_rewards(
         rewards[has_steps] = np.nan
         if named is not None:
             named[has_steps] = np.nan
-    collected = CollectedRewards(rewards, group_ids, named, steps, metrics, names)
+    tasks = tuple(trajectory.task for trajectory in trajectories)
+    collected = CollectedRewards(rewards, group_ids, named, steps, metrics, names, tasks)
     if loss.reward_weights is not None or loss.overlong_buffer_tokens is not None or steps is not None:
         trained = _rewards_to_go(collected, loss)[:, 0]
         if (known := trained[~np.isnan(trained)]).size:
@@ -288,6 +290,20 @@ def compute_advantages(
     return job._replace(batch=job.batch._replace(**tables)), metrics
 
 
+def _within_tasks(tasks: Sequence[str | None], estimate: Callable[..., Any], *tables: Any) -> np.ndarray:
+    """Return `estimate` of the rows of each task by themselves, so that no spread or mean is of several tasks.
+
+    Args:
+        tasks: the task of each row; empty if all are of one.
+        estimate: function of the rows of a task.
+        tables: its arguments, `[rows ...]`.
+    """
+    found, of_rows = np.zeros(tables[0].shape), np.array(tasks or [None] * len(tables[0]), object)
+    for task in dict.fromkeys(of_rows):
+        found[of_rows == task] = estimate(*(table[of_rows == task] for table in tables))
+    return found
+
+
 def with_selected(job: TrainingBatch, loss: LossConfig, seed: str) -> tuple[TrainingBatch, dict[str, float]]:
     """Select the tokens that `clip_cov` and `kl_cov` treat in another way, once for all updates of a job.
 
@@ -368,9 +384,11 @@ def _advantages_per_step(job: TrainingBatch, credit: CollectedRewards, k1: np.nd
     np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
     advantages = np.zeros(len(turns))
     estimator: Any = loss.estimator
-    if isinstance(estimator, Function):
+    is_own = isinstance(estimator, Function)  # which sees all tasks at once
+    if is_own:
         estimator = lambda rewards, _: _own_advantages(job, credit, loss, rewards.shape, rewards=rewards)  # noqa: E731
-    per_step = np.asarray(step_advantages(steps, credit.group_ids, estimator, gamma=loss.gamma))
+    estimate = partial(step_advantages, estimator=estimator, gamma=loss.gamma)
+    per_step = _within_tasks(() if is_own else credit.tasks, estimate, steps, credit.group_ids)
     advantages[has_turn] = per_step[trajectories[has_turn], turns[has_turn]]
     return advantages
 
@@ -386,7 +404,8 @@ def _advantages_per_trajectory(
     np.add.at(divergence, job.trajectories, [span.sum() for span in _split(job, k1)])
     rewards = credit.rewards - loss.kl_weight * divergence
     if isinstance(loss.estimator, str):
-        return np.asarray(estimate_advantages(rewards, credit.group_ids, loss.estimator))
+        estimate = partial(estimate_advantages, estimator=loss.estimator)
+        return _within_tasks(credit.tasks, estimate, rewards, credit.group_ids)
     found = _own_advantages(job, credit, loss, rewards.shape, rewards=rewards)
     return np.where(np.isnan(rewards), 0.0, found)
 
@@ -425,7 +444,8 @@ def _advantages_per_token(
             rewards, values, trained, gamma=loss.gamma, lam=loss.gae_lambda, bootstrap_values=behind
         )
         found["returns"] = np.asarray(returns)[job.places]
-    return {"advantages": np.asarray(whiten(advantages, trained))[job.places], **found}
+    tasks = [credit.tasks[each] for each in job.trajectories] if credit.tasks else ()
+    return {"advantages": _within_tasks(tasks, whiten, np.asarray(advantages), trained)[job.places], **found}
 
 
 def _split(job: TrainingBatch, values: np.ndarray) -> list[np.ndarray]:

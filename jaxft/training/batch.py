@@ -79,6 +79,7 @@ class CollectedRewards(NamedTuple):
         step_rewards: one column per turn, NaN after the last turn; None without shaped rewards.
         metrics: mean length penalty.
         names: names of the columns of `named_rewards`.
+        tasks: task of each trajectory; empty if all are of one.
     """
 
     rewards: np.ndarray
@@ -87,6 +88,7 @@ class CollectedRewards(NamedTuple):
     step_rewards: np.ndarray | None
     metrics: dict[str, float]
     names: tuple[str, ...] = ()
+    tasks: tuple[str | None, ...] = ()
 
 
 class TrainingBatch(NamedTuple):

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxft.components.configs import GRPOTrainerConfig, GRPOTrajectoryBuilderConfig, LocalTrainerAdapterConfig
-from jaxft.components.grpo import GRPOTrainer, GRPOTrajectoryBuilder, examples_of_epoch
+from jaxft.components.grpo import GRPOTrainer, GRPOTrajectoryBuilder
 from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.errors import JobFailed, NoLearningSignal, NothingToTrain, RequestError, TooManyFailures, TrajectoryError
 from jaxft.harness.contracts import TrainerAdapter
@@ -657,34 +657,24 @@ def test_an_epoch_may_take_a_part_of_the_examples(train):
     assert taken[:3] != taken[3:]
 
 
-@pytest.mark.parametrize("count", [1, 3, 4, 5, 6, 9, 10])
-def test_every_pass_has_each_example_once(count):
-    ids = [f"example {number}" for number in range(11)]
-    epochs = [examples_of_epoch(ids, count, seed=5, epoch=epoch) for epoch in range(44)]
-    assert all(len(set(epoch)) == count for epoch in epochs)
-    flat = [name for epoch in epochs for name in epoch]
-    passes = [flat[start : start + 11] for start in range(0, len(flat) - 10, 11)]
-    assert len(passes) == 4 * count and all(sorted(each) == sorted(ids) for each in passes)
-    assert len({tuple(each) for each in passes}) == len(passes)  # in orders of their own
-    assert [examples_of_epoch(ids, count, seed=5, epoch=epoch) for epoch in (41, 7)] == [epochs[41], epochs[7]]
+def test_tasks_have_their_shares_and_metrics(train):
+    async def play(example):
+        return float(episode().generation) if example["name"] in "abc" else 0.5
 
-
-def test_a_run_of_an_earlier_version_goes_on_with_its_order(tmp_path, make_items):
-    with RunDirectory.create(tmp_path / "run") as directory:
-        config = GRPOTrainerConfig(examples_per_update=3)
-        trainer = GRPOTrainer(config, directory=directory, console=Console(io.StringIO()))
-        trainer.run_config = FinetuneConfig()
-        trainer.trajectory_builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig())
-        trainer.trajectory_builder.examples = make_items("abcd")
-
-        def order(state):
-            trainer.restore_state(state)
-            return ["".join(trainer._next_examples(epoch)["example_ids"]) for epoch in range(6)]
-
-        state = trainer.state()
-        assert order(state) == order(trainer.state()) == ["cad", "bad", "bca", "bcd", "bac", "dab"]
-        old = {name: value for name, value in state.items() if name != "skips_examples"}
-        assert order(old) == order(trainer.state()) == ["cad", "bad", "bca", "acd", "bac", "dab"]
+    finetuning = {
+        "task_key": "name",
+        "per_task": {name: {"weight": 2.0 if name in "ab" else 1.0} for name in "abcd"},
+        "curriculum_learning": {"enabled": True, "initial_percentile": 1.0},
+    }
+    adapter = NotingAdapter(applied_updates=1.0)
+    _, rows, *_ = train(play, adapter, names="abcd", epochs=3, examples_per_update=2, finetuning=finetuning)
+    taken = [[(group[0].example_id, group[0].task) for group in each.trajectories] for each in adapter.submitted]
+    assert all(name == task for epoch in taken for name, task in epoch)
+    assert sorted(name for epoch in taken for name, _ in epoch) == list("aabbcd")
+    metrics = {name: [row[f"name=a/{name}"] for row in rows] for name in ("episodes", "curriculum_groups")}
+    assert metrics == {"episodes": [2, 0, 2], "curriculum_groups": [1, 0, 1]}
+    assert [row.get("name=a/reward_mean") for row in rows] == [0.5, None, 0.5]
+    assert [row.get("name=a/solved_fraction") for row in rows] == [0.5, None, 0.5]
 
 
 def read(tmp_path, name):

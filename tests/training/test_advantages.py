@@ -116,6 +116,20 @@ def test_long_answers_lose_reward(make_group):
     assert credit.metrics == {"overlong_penalty_mean": -0.5, **trained}
 
 
+def test_each_task_is_compared_with_itself(make_group):
+    small = [t.model_copy(update={"task": "small"}) for t in make_group(0.0, 1.0)]
+    large = [t.model_copy(update={"task": "large"}) for t in make_group(0.0, 300.0, 0.0)]
+    scores = {"old_values": np.zeros(6, np.float32)}
+    for knobs in ({"advantages": "batch"}, {"advantages": "reinforce_pp"}, {"name": "ppo", "advantages": "gae"}):
+        together = found([small, large], scores, np.zeros(5, np.float32), **knobs).advantages
+        alone = [found([each], scores, np.zeros(len(each), np.float32), **knobs).advantages for each in (small, large)]
+        for each, by_itself in zip(together, [*alone[0], *alone[1]], strict=True):  # one spread would drown the small
+            np.testing.assert_allclose(each, by_itself, rtol=ROUNDING)
+    steps = [[t.model_copy(update={"shaped_rewards": [0.0, t.reward]}) for t in group] for group in (small, large)]
+    own = [found([each], advantages="batch").advantages for each in steps]
+    np.testing.assert_array_equal(found(steps, advantages="batch").advantages, [*own[0], *own[1]])
+
+
 def test_step_rewards_take_the_place_of_the_outcome_in_their_group(make_group, make_sequence):
     mixed = make_group(9.0, 9.0, 9.0, shaped_rewards=[[1.0, 2.0], [1.0, 0.0], None])
     outcomes = make_group(1.0, 0.0, None, shaped_rewards=[None, None, [5.0, 5.0]])

@@ -1,0 +1,180 @@
+"""Several tasks in one run: their rows, evaluators and curricula, datasets and workflows put together, bad input."""
+
+import asyncio
+import io
+
+import pytest
+
+from jaxft.errors import ConfigError
+from jaxft.harness.builder import Builder
+from jaxft.harness.config import config_from_mapping
+from jaxft.harness.curriculum import GroupReward, choose_groups, choose_groups_per_task, initial_state
+from jaxft.harness.data_models import CurriculumLearningConfig, EvalInputItem, FinetuneConfig, TaskConfig, Trajectory
+from jaxft.harness.evaluation import Evaluation
+from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
+from jaxft.harness.tasks import Tasks, tasks_of
+from jaxft.rollout.recorder import TRAINING
+from jaxft.runs.console import Console
+from jaxft.runs.directory import RunDirectory
+
+
+def rows(*tasks):
+    return [EvalInputItem(id=f"{n}", full_dataset_entry={"n": n, "kind": task}) for n, task in enumerate(tasks)]
+
+
+def evaluated(evaluators, configs, items, num_generations=1):
+    """Outcomes and summary of an agent that returns the number of its row."""
+
+    async def answer(example):
+        return example["n"]
+
+    async def main():
+        tasks = Tasks("kind", {name: TaskConfig(**config) for name, config in configs.items()})
+        evaluation = Evaluation(answer, evaluators, "first", 4, 0, tasks=tasks)
+        outcomes = await evaluation.run(items, stream=TRAINING, rollout_index=0, num_generations=num_generations)
+        return outcomes, evaluation.summarize(outcomes)
+
+    return asyncio.run(main())
+
+
+def refuse(item):
+    raise AssertionError("an evaluator of another task")
+
+
+def test_each_task_has_its_evaluator_and_others_score_all_rows():
+    def only_b(item):
+        return refuse(item) if item.full_dataset_entry["kind"] != "b" else 10.0 + item.output_obj
+
+    def first(item):
+        return refuse(item) if item.full_dataset_entry["kind"] != "a" else float(item.output_obj)
+
+    evaluators = {"first": first, "part": only_b, "second": WeightedSum({"part": 2.0}), "length": lambda item: 1.0}
+    outcomes, summary = evaluated(evaluators, {"a": {}, "b": {"evaluator": "second"}}, rows("a", "b", "a"))
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert [outcome.reward for outcome in outcomes] == [0.0, 22.0, 2.0] == summary.rewards
+    own = ["first", "length"]
+    assert [sorted(outcome.scores) for outcome in outcomes] == [own, ["length", "part", "second"], own]
+    assert summary.num_unscorable == 0 and summary.average_reward == 8.0
+    assert {name: result.average_score for name, result in summary.evaluation_results} == {
+        "first": 1.0,
+        "part": 11.0,
+        "second": 22.0,
+        "length": 1.0,
+    }
+    assert dict(summary.evaluation_results)["first"].eval_output_items[1].reasoning is None
+    by_task = {"kind=a/reward": 1.0, "kind=a/episodes": 2, "kind=b/reward": 22.0, "kind=b/episodes": 1}
+    assert summary.scores == by_task
+
+
+def test_evaluators_of_groups_score_those_of_their_task_only():
+    def ranks(items):
+        assert {item.full_dataset_entry["kind"] for item in items} == {"b"} and len(items) == 2
+        return [0.0, 1.0]
+
+    evaluators = {"first": lambda item: 5.0, "ranks": BoundEvaluator(ranks, is_group=True)}
+    outcomes, _ = evaluated(evaluators, {"a": {}, "b": {"evaluator": "ranks"}}, rows("a", "b"), num_generations=2)
+    assert [outcome.reward for outcome in outcomes] == [5.0, 5.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (rows("a", "c", "b"), r"per_task: has no 'c', of which row '1' of data is.*\{\}"),
+        (rows("a", 1), r"has no '1', of which row '1'"),
+        ([EvalInputItem(id="x", full_dataset_entry={"knd": "a"})], r"task_key: is 'kind'.*row 'x' of data.*'knd'"),
+    ],
+)
+def test_rows_of_no_task_are_refused(items, message):
+    tasks = Tasks("kind", {"a": TaskConfig(), "b": TaskConfig()})
+    tasks.check(rows("a", "b"), "data")
+    with pytest.raises(ConfigError, match=message):
+        tasks.check(items, "data")
+
+
+def test_without_tasks_nothing_is_checked():
+    none = tasks_of(FinetuneConfig())
+    none.check([EvalInputItem(id="x", full_dataset_entry={})], "data")
+    assert none.of(rows("a")[0]) is None and none.evaluators("first") == {None: "first"}
+
+
+def test_a_validation_by_rows_of_no_task_is_refused():
+    evaluation = Evaluation(str, {"first": refuse}, "first", 4, 0, tasks=Tasks("kind", {"a": TaskConfig()}))
+    with pytest.raises(ConfigError, match=r"has no 'b', of which row '1'"):
+        asyncio.run(evaluation.validate(rows("a", "b")))
+    with pytest.raises(ValueError, match=r"'second'; the evaluators are first"):
+        Evaluation(str, {"first": refuse}, "first", 4, 0, tasks=Tasks("kind", {"a": TaskConfig(evaluator="second")}))
+
+
+def test_the_datasets_of_a_run_have_rows_of_its_tasks(toy_run, tmp_path):
+    """Rows of the toys are of the questions a, b and c."""
+
+    async def examples(changes):
+        config = config_from_mapping(toy_run, base_dir=tmp_path, overrides=changes)
+        with RunDirectory.create(tmp_path / "run", overwrite=True) as directory:
+            async with Builder(config, directory, Console(io.StringIO())) as builder:
+                return await builder.get_dataset(), await builder.get_validation()
+
+    toy_run["finetuning"] |= {"task_key": "question", "per_task": {name: {} for name in "abc"}}
+    toy_run["eval"]["validation"] = {"dataset": {"_type": "toy_rows"}}
+    items, validation = asyncio.run(examples([]))
+    assert len(items) == len(validation.examples) == 3 and validation.evaluation.tasks.key == "question"
+    for section, path in (("validation", "eval.validation.dataset"), ("general", "eval.general.dataset")):
+        with pytest.raises(ConfigError, match=rf"has no 'd', of which row '1' of {path} is"):
+            asyncio.run(examples([(f"eval.{section}.dataset.questions", "[a, d]")]))
+
+
+def test_a_curriculum_of_a_task_overrides_what_it_names(toy_run, tmp_path):
+    finetuning = toy_run["finetuning"]
+    finetuning["curriculum_learning"] = {"enabled": True, "initial_percentile": 0.5}
+    finetuning["per_task"] = {"a": {"curriculum_learning": {"min_reward_diff": 0.2}}, "b": {}}
+    config = config_from_mapping(toy_run, base_dir=tmp_path).finetuning
+    assert config.per_task["b"].curriculum_learning is None
+    own = config.per_task["a"].curriculum_learning
+    assert own == config.curriculum_learning.model_copy(update={"min_reward_diff": 0.2})
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"weight": 0}, "weight: must be greater than 0"),
+        ({"weight": -2.5}, "weight: must be greater than 0"),
+        ({"evaluator": "matsch"}, "evaluator: 'matsch' is not in 'eval.evaluators'"),
+        ({"wieght": 2}, "did you mean 'weight'"),
+    ],
+)
+def test_bad_settings_of_a_task_are_refused_in_a_sentence(toy_run, tmp_path, task, message):
+    toy_run["finetuning"]["per_task"] = {"sums": task}
+    with pytest.raises(ConfigError) as caught:
+        config_from_mapping(toy_run, base_dir=tmp_path)
+    (fault,) = caught.value.faults
+    assert fault.startswith("finetuning.per_task.sums") and message in fault
+
+
+def groups_of(task, rewards):
+    return [
+        [Trajectory(episode=[], reward=reward, example_id=f"{task}{number}", task=task) for reward in (low, low + 0.5)]
+        for number, low in enumerate(rewards)
+    ]
+
+
+def test_groups_are_chosen_within_their_task():
+    easy, hard = groups_of("easy", [0.5, 0.4, 0.3, 0.2]), groups_of("hard", [0.0, 0.1])
+    groups = [easy[0], hard[0], easy[1], easy[2], hard[1], easy[3]]
+    rewards = [GroupReward(sum(t.reward for t in group) / 2, 0.5) for group in groups]
+    shared = CurriculumLearningConfig(enabled=True, initial_percentile=0.5)
+
+    def chosen(configs):
+        found, state = choose_groups_per_task(groups, configs, initial_state(shared), epoch=0, seed=0, rewards=rewards)
+        return [group[0].example_id for group in found], state
+
+    ids, state = chosen({None: shared})
+    assert ids == ["easy0", "easy1", "hard1"]  # the easiest of all four would be those of one task
+    assert state["included_groups"] == ids and state["total_groups"] == 6 and state["current_percentile"] == 0.5
+    assert set(state["examples"]) == {group[0].example_id for group in groups}
+    ids, state = chosen({None: shared, "hard": shared.model_copy(update={"enabled": False})})
+    assert ids == ["easy0", "easy1", "hard1", "hard0"] and state["current_percentile"] == pytest.approx(4 / 6)
+
+    without = [[t.model_copy(update={"task": None}) for t in group] for group in groups]
+    options = {"epoch": 3, "seed": 1, "rewards": rewards}
+    alone = choose_groups(without, shared, initial_state(shared), **options)
+    assert choose_groups_per_task(without, {None: shared}, initial_state(shared), **options) == alone
