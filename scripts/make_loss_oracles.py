@@ -3,9 +3,10 @@
     python scripts/make_loss_oracles.py PRIME_RL    # a checkout of prime-rl at 559b447
 
 It needs verl 0.9.1, trl 1.16.0 and torch 2.13.0, in an environment of their own, and takes seconds. It writes
-`policy_losses_2026.json` and `advantages_2026.json` to `tests/data/oracles`: inputs, values and gradients in float64.
-Names of losses and estimators are jaxft's. Of TRL's trainers `_compute_loss` is called without a model, of prime-rl the
-lines of `score_group` that compute. No row is empty, which each of them counts in another way.
+`policy_losses_2026.json`, `advantages_2026.json` and `self_distillation.json` to `tests/data/oracles`: inputs, values
+and gradients in float64. Names of losses and estimators are jaxft's. Of TRL's trainers `_compute_loss` is called
+without a model, of prime-rl the lines of `score_group` that compute. No row is empty, which each of them counts in
+another way.
 """
 
 import json
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
+from trl.experimental.sdpo import loss_utils as sdpo
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
@@ -226,8 +228,22 @@ def optimal_token_case(draw: np.random.Generator) -> dict[str, Any]:
     return made | {"completion_mask": mask.tolist(), "group_ids": group_ids.tolist()}
 
 
+def self_distillation(draw: np.random.Generator) -> dict[str, Any]:
+    """Return the losses of SDPO by TRL: divergences of logits `[6 11]` by `alpha`, and that of sampled tokens."""
+    student, teacher = (torch.tensor(3 * draw.normal(size=(6, 11)), requires_grad=True) for _ in range(2))
+    ids, cases = torch.tensor(draw.integers(11, size=6)), []
+    for alpha in (0.0, 0.1, 0.5, 1.0, None):
+        if alpha is None:
+            loss = sdpo.compute_sampled_token_self_distillation_loss(student, teacher, ids, distillation_alpha=1.0)
+        else:
+            loss = sdpo.compute_full_logit_self_distillation_loss(student, teacher, distillation_alpha=alpha)
+        (gradient,) = torch.autograd.grad(loss.sum(), student)
+        cases.append({"alpha": alpha, "loss": loss.tolist(), "grad": gradient.tolist()})
+    return {"student": student.tolist(), "teacher": teacher.tolist(), "ids": ids.tolist(), "cases": cases}
+
+
 def main() -> None:
-    """Write both files."""
+    """Write all files."""
     torch.set_default_dtype(torch.float64)  # of the temperatures of SAPO in TRL
     prime_rl, draw = Path(sys.argv[1]), np.random.default_rng(SEED)
     versions = [f"{name} {version(name)}" for name in ("verl", "trl", "torch")]
@@ -242,6 +258,8 @@ def main() -> None:
     (FOLDER / "policy_losses_2026.json").write_text(json.dumps(losses) + "\n")
     cases["optimal_token"] = optimal_token_case(draw)
     (FOLDER / "advantages_2026.json").write_text(json.dumps(cases) + "\n")
+    taught = source | self_distillation(np.random.default_rng(SEED))
+    (FOLDER / "self_distillation.json").write_text(json.dumps(taught) + "\n")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ NOT_RUN = {
     "python experiments/tool_use/tool_use.py": "tests/test_tool_use.py runs an agent of it",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
+    "python experiments/feedback.py": "minutes; .ci/more runs two epochs of it",
     "python experiments/import_style.py": "a minute of compiling; its parts are the core's, which tests/core has",
     "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
     'pip install "git+https': "a package of somebody else",

@@ -47,6 +47,7 @@ from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
+from jaxft.training.config import SELF_TEACHERS
 from jaxft.training.job_records import BadBatches, KeptTokens
 from jaxft.training.memory import (
     choose_remat,
@@ -58,6 +59,7 @@ from jaxft.training.memory import (
     run_memory,
 )
 from jaxft.training.rows import job_digests
+from jaxft.training.self_distillation import with_teacher_rows
 
 BACKEND = "local"
 
@@ -252,6 +254,9 @@ class LocalTrainerAdapter(TrainerAdapter):
             raise ValueError(f"job '{run_id}' has not ended; wait for it, or give this one another id")
         llm, template = self.adapter_config.llm, self.policy.template
         data, rewards = gather(trajectories, self.adapter_config.loss, llm, template, self._unusable)
+        distillation = self.adapter_config.loss.distillation
+        if distillation is not None and distillation.templates:
+            data = with_teacher_rows(data, distillation, template, self.policy.engine.max_context_tokens)
         correction = self.adapter_config.loss.for_staleness(self.max_staleness).correction
         if data.sampled.is_penalized.any() and (correction is None or correction.name == "sequence_geometric_mask"):
             raise TrajectoryError(
@@ -480,7 +485,7 @@ async def local_trainer_adapter(config: LocalTrainerAdapterConfig, builder: Any)
     weights = {}
     if config.has_own_reference:
         weights["reference"] = load_reference(config, llm.policy)
-    if config.loss.distillation is not None:
+    if config.loss.distillation is not None and config.loss.distillation.teacher not in SELF_TEACHERS:
         weights["teacher"] = await load_teacher(config.loss.distillation.teacher, llm.policy, builder)
     yield LocalTrainerAdapter(
         config,

@@ -29,6 +29,7 @@ from jaxft.models.flash import Choice, layer_kernels, reason_not_to_pack
 from jaxft.models.load import lora_spec
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
+from jaxft.training.config import SELF_TEACHERS
 from jaxft.training.learner import Learner, choose_microbatch_tokens
 from jaxft.training.memory import disk_bytes, sampling_bytes, training_bytes
 
@@ -109,7 +110,8 @@ def planned_run(config: Config) -> PlannedRun:
         if isinstance(llm, LocalPolicyConfig) and llm.snapshot_of == adapter.llm
     )
     distillation = adapter.loss.distillation
-    named = None if distillation is None else config.llms[distillation.teacher]
+    is_itself = distillation is None or distillation.teacher in SELF_TEACHERS
+    named = None if distillation is None or is_itself else config.llms[distillation.teacher]
     if named is not None and not isinstance(named, LocalPolicyConfig):
         raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
     try:

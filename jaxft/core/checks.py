@@ -127,7 +127,7 @@ def as_batch(batch: Batch) -> Batch:
 def check_batch_shapes(batch: Batch) -> None:
     """Raise unless every field has the shape of `batch.tokens`.
 
-    `batch.advantages` may also be one per row, and `batch.supports` have another axis of words behind.
+    `batch.advantages` may also be one per row; `batch.supports` and `batch.teacher_hidden` have another axis behind.
 
     Raises:
         ValueError: a shape differs; the message names the field.
@@ -141,7 +141,7 @@ def check_batch_shapes(batch: Batch) -> None:
         raise ValueError(f"batch.tokens has shape {wanted}; wanted [B T]")
     for name, x in batch._replace(branches=None)._asdict().items():
         is_per_row = name == "advantages" and x is not None and np.shape(x) == wanted[:1]
-        shape = np.shape(x)[:2] if name == "supports" else np.shape(x)
+        shape = np.shape(x)[:2] if name in ("supports", "teacher_hidden") else np.shape(x)
         if x is not None and shape != wanted and not is_per_row:
             raise ValueError(f"batch.{name} has shape {shape}; wanted that of tokens, {wanted}")
     if (branches := batch.branches) is not None:

@@ -82,6 +82,7 @@ def token_logprobs(
     chunk_tokens: int | None = None,
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
+    teacher_hidden: Float[Array, "B T E"] | None = None,
     supports: UInt32[Array, "B T W"] | None = None,
     completion_mask: Bool[Array, "B T"] | None = None,
     with_sum_pi_squared: bool = False,
@@ -104,7 +105,8 @@ def token_logprobs(
         chunk_tokens: maximum tokens per chunk; by default as many as make 2**27 logits, the teacher's included.
         teacher: model and kind of a divergence from it, which is computed in the same chunks; None for none. Its
             distribution is taken at the same temperature, and gets no gradient.
-        teacher_params: parameters of `teacher`.
+        teacher_params: parameters of `teacher`, or with `teacher_hidden` of its head.
+        teacher_hidden: see `Batch.teacher_hidden`; None for those of `tokens`.
         supports: tokens that each token could be drawn from (`pack_bits`; 0 for the whole vocabulary), over which
             probabilities and entropy are taken. The divergence from a teacher is over the whole vocabulary.
         completion_mask: True for the tokens to score, which come first into the chunks, so that chunks without any are
@@ -148,7 +150,8 @@ def token_logprobs(
     scored = [predicting, tokens[:, 1:], temperature[:, 1:]]
     if teacher is not None:
         teacher_params = jax.lax.stop_gradient(teacher_params)
-        scored.append(jax.lax.stop_gradient(before(teacher.model, teacher_params)[1]))
+        its_hidden = before(teacher.model, teacher_params)[1] if teacher_hidden is None else teacher_hidden[:, 1:]
+        scored.append(jax.lax.stop_gradient(its_hidden))
     options = [None if each is None else each[:, 1:] for each in (completion_mask, supports)]
     logprobs, entropy, *others = _score(
         model, teacher, entropy_gradient, chunk_tokens, params, teacher_params, *options, *scored

@@ -131,7 +131,10 @@ def grpo_loss(
     options = entropy_coef, observation_coef, correction, max_sampler_diff
     value, metrics = _policy_terms(loss, scored, batch, counted, *options)
     if scored.divergence is not None:
-        distance = token_mean(scored.divergence, batch.completion_mask, counted)
+        taught = batch.completion_mask
+        if batch.teacher_hidden is not None:
+            taught &= jnp.any(batch.teacher_hidden != 0, axis=-1)
+        distance = token_mean(scored.divergence, taught, counted)
         value, metrics["teacher_divergence"] = value + teacher_coef * distance, jax.lax.stop_gradient(distance)
     return value, metrics
 
@@ -424,6 +427,7 @@ def score_batch(
         entropy_gradient=entropy_gradient,
         teacher=teacher,
         teacher_params=teacher_params,
+        teacher_hidden=batch.teacher_hidden,
         supports=batch.supports,
         completion_mask=mask,
         with_sum_pi_squared=with_sum_pi_squared,

@@ -119,6 +119,8 @@ class Batch(NamedTuple):
     `selected` is True for the tokens that clip_cov and kl_cov treat in another way (`select_tokens`).
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     With `branches` the sequences of a row share their first tokens, which are in the row once.
+    `teacher_hidden` is the hidden state of a teacher that reads another prompt, before it is given the token, of which
+    its head makes the logits; 0 for tokens that it does not teach. None: a teacher reads the same tokens.
     """
 
     tokens: Int[Array, "B T"]
@@ -138,6 +140,7 @@ class Batch(NamedTuple):
     observation_mask: Bool[Array, "B T"] | None = None
     supports: UInt32[Array, "B T W"] | None = None
     branches: Branches | None = None
+    teacher_hidden: Float[Array, "B T E"] | None = None
 
     @property
     def counted(self) -> tuple[Any, ...]:

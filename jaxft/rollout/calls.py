@@ -197,6 +197,7 @@ class Call:
         temperature: sampling temperature.
         functions: names of the agent's functions that the call was made in, outermost first (`named_function`).
         num_choices: number of answers to the request.
+        rendering: arguments of `ChatTemplate.prompt` beside the messages: `tools`, `template_kwargs` and `prefill`.
     """
 
     index: int
@@ -207,6 +208,7 @@ class Call:
     temperature: float = 1.0
     functions: tuple[str, ...] = ()
     num_choices: int = 1
+    rendering: Mapping[str, Any] = field(default_factory=dict)
 
     @functools.cached_property
     def message_keys(self) -> list[Any]:

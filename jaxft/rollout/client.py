@@ -93,10 +93,13 @@ class ChatClient(LanguageModel):
         if episode is not None:
             episode.texts_of_tokens[self.name] = self.token_text
             messages, functions = self._messages(request, prompt), current_functions()
+            rendering: dict[str, Any] = {"prefill": prefill}
+            if isinstance(request, ChatRequest):
+                rendering |= {"tools": request.tools, "template_kwargs": request.chat_template_kwargs}
             for reply in replies.values():
                 assert reply.call_index is not None
                 said = (reply.call_index, self.name, messages, prompt, reply)
-                episode.record(Call(*said, request.temperature, functions, request.n))
+                episode.record(Call(*said, request.temperature, functions, request.n, rendering))
         first, *others = replies.values()
         return replace(first, others=tuple(others))
 

@@ -7,7 +7,7 @@ never tokenised again.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_serializer
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer
 from pydantic.functional_serializers import SerializerFunctionWrapHandler
 from pydantic_core.core_schema import SerializationInfo
 
@@ -43,6 +43,7 @@ class TokenSequence(BaseModel):
             if that holds for the whole row. In JSON each support is written once.
         observations: True for tokens of the results of tools that an answer of the row led to; empty without any.
         is_logged: True for text of a log, of which no log-probabilities are known. In JSON only if True.
+        begun_by: the call whose prompt the row begins with; None if unknown, as in what was read from JSON.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -60,6 +61,7 @@ class TokenSequence(BaseModel):
     supports: list[str] = []
     observations: list[bool] = []
     is_logged: bool = False
+    begun_by: Any = Field(default=None, exclude=True, repr=False)
 
     @model_serializer(mode="wrap")
     def _shorten(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
@@ -111,6 +113,7 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
                 temperatures=[],
                 policy_versions=[],
                 llm=call.llm,
+                begun_by=call,
             )
             sequences.append(longest)
         _extend(longest, call, turns[call.index], is_target(call))

@@ -61,10 +61,14 @@ Scorer = Callable[[Batch], Scored]
 
 
 class Row(NamedTuple):
-    """A token sequence to train on, and the index of its trajectory in the job."""
+    """A token sequence to train on, the index of its trajectory in the job, and its answers as a teacher reads them.
+
+    The teacher's sequence, of a teacher with a prompt of its own, has the same trained tokens behind that prompt.
+    """
 
     sequence: TokenSequence
     trajectory: int
+    teacher: TokenSequence | None = None
 
 
 class CollectedRewards(NamedTuple):
@@ -112,6 +116,9 @@ class TrainingBatch(NamedTuple):
         support_ids: `[B T]` index into `supports` of the tokens that each token could be drawn from; None if all tokens
             of the job are trained over the whole vocabulary.
         supports: `[U W]` packed supports, each of them once; the first is that of the whole vocabulary.
+        teacher_ids: `[B T]` index into `teacher_states` of each token; None without a teacher of the whole vocabulary
+            that has a prompt of its own.
+        teacher_states: `[U E]` its hidden states before the tokens that it teaches; the first, for others, is 0.
     """
 
     batch: Batch
@@ -128,6 +135,8 @@ class TrainingBatch(NamedTuple):
     sum_pi_squared: Any = None
     support_ids: np.ndarray | None = None
     supports: np.ndarray | None = None
+    teacher_ids: np.ndarray | None = None
+    teacher_states: np.ndarray | None = None
 
     def microbatches(self) -> list[Batch]:
         """Return the microbatches: consecutive rows of the tables, each cut to the width of its longest row."""
@@ -138,6 +147,9 @@ class TrainingBatch(NamedTuple):
             if self.support_ids is not None and self.supports is not None:
                 words: Any = self.supports[self.support_ids[end - rows : end, :width]]
                 part = part._replace(supports=words)
+            if self.teacher_ids is not None and self.teacher_states is not None:
+                states: Any = self.teacher_states[self.teacher_ids[end - rows : end, :width]]
+                part = part._replace(teacher_hidden=states)
             parts.append(part)
         return parts
 
@@ -391,18 +403,14 @@ def with_scores(
     loss: LossConfig,
     policy: Scorer | None,
     reference: Scorer | None,
-    teacher: Scorer | None = None,
 ) -> TrainingBatch:
     """Add `old_logprobs`, `old_values` and `ref_logprobs` to a job's batch, as far as the loss reads them.
-
-    With a teacher its log-probabilities stand beside the batch.
 
     Args:
         job: result of `make_batch`.
         loss: its `bootstrap` sets the value after an episode that a length limit cut.
         policy: scores with the policy before the first update; None to skip.
         reference: scores with the reference policy of the KL; None to skip.
-        teacher: scores with the teacher of a distillation by sampled tokens; None to skip.
     """
     batch, behind, squares = job.batch, None, None
     if policy is not None:
@@ -415,8 +423,7 @@ def with_scores(
             behind = np.where(job.is_cut & (loss.bootstrap == "value"), at_end, np.float32(0))
     if reference is not None:
         batch = batch._replace(ref_logprobs=score_tokens(job, reference).logprobs)
-    by_teacher = None if teacher is None else score_tokens(job, teacher).logprobs
-    return job._replace(batch=batch, bootstrap_values=behind, teacher_logprobs=by_teacher, sum_pi_squared=squares)
+    return job._replace(batch=batch, bootstrap_values=behind, sum_pi_squared=squares)
 
 
 def before_scoring(batch: Batch) -> Batch:
@@ -499,8 +506,10 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
         batch = batch._replace(segment_ids=segment_ids)
     turns = moved(job.per_token(job.turns, shared=-1), fill=-1)
     ids = None if job.support_ids is None else moved(job.support_ids[job.tokens])
+    teacher_ids = None if job.teacher_ids is None else moved(job.teacher_ids[job.tokens])
     of_sequences = job.trajectories[chosen], *index, turns, job.is_cut[chosen]
-    return TrainingBatch(batch, packing, shapes, *of_sequences, support_ids=ids, supports=job.supports)
+    selected = TrainingBatch(batch, packing, shapes, *of_sequences, support_ids=ids, supports=job.supports)
+    return selected._replace(teacher_ids=teacher_ids, teacher_states=job.teacher_states)
 
 
 def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool) -> Batch:
@@ -524,7 +533,7 @@ def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_ol
         sampler_logprobs=floats,
         behavior_logprobs=floats,
         old_logprobs=floats if has_old and loss.is_policy_loss else None,
-        ref_logprobs=floats if loss.needs_reference else None,
+        ref_logprobs=floats if loss.scores_reference else None,
         old_values=floats if is_ppo else None,
         returns=floats if is_ppo else None,
         positions=whole if packed else None,

@@ -2,9 +2,9 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PlainSerializer, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
 
-from jaxft.harness.config_types import ConfigModel, LLMRef, PathOrName, config_error
+from jaxft.harness.config_types import ConfigModel, PathOrName, check_reference, config_error, entries
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 
 AdvantageName = Literal[
@@ -95,11 +95,44 @@ class CorrectionConfig(ConfigModel):
     )
 
 
+SELF_TEACHERS = ("self", "reference")
+"""Teachers that are the policy itself: as it is, or as its reference is."""
+
+OWN_TEMPLATES = {
+    "solution": "\n\nAn answer that is right:\n{solution}",
+    "feedback": "\n\nAn earlier answer was judged:\n{feedback}\n\nAnswer again.",
+}
+"""Texts that a policy which teaches itself reads behind the last message of the user."""
+
+
+def _check_teacher(name: str, info: Any) -> str:
+    if name not in SELF_TEACHERS:
+        return check_reference("llms", name, info)
+    if name in entries(info.context, "llms"):
+        raise config_error(f"'{name}' is the policy itself, and also an entry of llms: give that another name")
+    return name
+
+
 class DistillationConfig(ConfigModel):
     """On-policy distillation: the policy learns a teacher's probabilities on its own samples."""
 
-    teacher: LLMRef = Field(
-        description="Teacher: an entry of llms of type local_policy, with the tokenizer and the mesh of the policy."
+    teacher: Annotated[str, AfterValidator(_check_teacher)] = Field(
+        description="self: the policy before the job. reference: the policy of loss.reference, such as its first "
+        "version, or a moving average. Otherwise an entry of llms of type local_policy, with the tokenizer and the "
+        "mesh of the policy."
+    )
+    feedback_template: str | None = Field(
+        default=None,
+        description="Text that the teacher alone reads behind the last message of the user before the answer, with "
+        "{feedback} for the reasoning of the evaluator. Empty: none. null: a text of its own for self and reference, "
+        "none for others.",
+    )
+    solution_template: str | None = Field(
+        default=None,
+        description="The same before it, with {solution} for the answer of the best other episode of the group.",
+    )
+    success_reward_threshold: float = Field(
+        default=1.0, allow_inf_nan=False, description="Smallest reward of an episode whose answer is a solution."
     )
     form: Literal["sampled_token", "reverse", "forward", "jensen_shannon"] = Field(
         default="sampled_token",
@@ -122,6 +155,28 @@ class DistillationConfig(ConfigModel):
     def is_sampled(self) -> bool:
         """True if only the probabilities of sampled tokens are compared."""
         return self.form == "sampled_token"
+
+    @property
+    def templates(self) -> dict[str, str]:
+        """Texts that the teacher alone reads, by the word in braces; none if it reads what the policy does."""
+        given = {"solution": self.solution_template, "feedback": self.feedback_template}
+        texts = OWN_TEMPLATES if self.teacher in SELF_TEACHERS else {}
+        texts = texts | {word: text for word, text in given.items() if text is not None}
+        return {word: text for word, text in texts.items() if text}
+
+    @field_validator("feedback_template", "solution_template")
+    @classmethod
+    def _has_its_word(cls, text: str | None, info: Any) -> str | None:
+        word = "{" + info.field_name.removesuffix("_template") + "}"
+        if text and word not in text:
+            raise config_error(f"holds no {word}, so it says the same of every answer: put it in, or leave it empty")
+        return text
+
+    @model_validator(mode="after")
+    def _reads_something_else(self) -> "DistillationConfig":
+        if self.teacher in SELF_TEACHERS and not self.templates:
+            raise config_error(f"'{self.teacher}' has nothing to teach without feedback_template and solution_template")
+        return self
 
 
 class PreferenceConfig(ConfigModel):
@@ -298,9 +353,14 @@ class LossConfig(ConfigModel):
         return (self.beta or 0.0) if self.is_policy_loss else 0.0
 
     @property
-    def needs_reference(self) -> bool:
+    def scores_reference(self) -> bool:
         """True if the loss reads the log-probabilities of the reference."""
         return self.kl_weight > 0 or self.name == "dpo"
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if the loss reads the log-probabilities of the reference, or it is the teacher."""
+        return self.scores_reference or (self.distillation is not None and self.distillation.teacher == "reference")
 
     @property
     def estimator(self) -> str | Function:
@@ -390,7 +450,7 @@ class LossConfig(ConfigModel):
         changed = [name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default]
         strange = sorted(set(changed) - {"name", *own})
         if strange:
-            hint = " (a reference is for a beta above 0)" if "reference" in strange else ""
+            hint = " (a reference is for a beta above 0, or a teacher)" if "reference" in strange else ""
             which = self.name if self.function is None else self.function.place
             raise config_error(f"{which} has no {', '.join(strange)}: take them out{hint}")
         if self.name == "dpo" and self.beta == 0:

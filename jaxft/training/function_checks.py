@@ -158,7 +158,7 @@ def _tables(config: LossConfig, is_packed: bool = False, padding: float = -np.in
     mask = np.arange(TOKENS) < np.array([[TOKENS], [TOKENS // 2]])
     logprobs = np.where(mask, -np.linspace(0.5, 2.0, ROWS * TOKENS).reshape(ROWS, TOKENS), padding).astype(np.float32)
     old = np.where(mask, logprobs + np.float32(0.05), padding).astype(np.float32)
-    has_reference = config.needs_reference and config.kl != "k1_in_reward"
+    has_reference = config.scores_reference and config.kl != "k1_in_reward"
     has_weights = config.correction is not None and config.correction.name not in ("ratio", "none")
     segments = np.zeros((ROWS, TOKENS), np.int32) if is_packed else None
     counts = np.broadcast_to(mask.sum(axis=1, keepdims=True), mask.shape).astype(np.float32)

@@ -44,6 +44,13 @@ from jaxft.training.batch import (
 from jaxft.training.config import LossConfig
 from jaxft.training.job_records import BadUpdate, TokenScores
 from jaxft.training.optimizer_config import OptimizerConfig
+from jaxft.training.self_distillation import (
+    copy_head,
+    empty_states,
+    hidden_states,
+    with_teacher_logprobs,
+    with_teacher_states,
+)
 from jaxft.training.update import AVERAGED_OVER, cached_update, merge_metrics, rate_at, scored, with_sample_size
 
 logger = logging.getLogger(__name__)
@@ -105,7 +112,7 @@ class Learner:
         loss: settings of the loss.
         microbatch_tokens: most tokens of a microbatch, also where the settings leave it open.
         reference: weights of the KL's reference policy; None without one, or before the first job.
-        teacher: weights of the teacher; None without one.
+        teacher: weights of the teacher; None without one, or if it is the policy.
         value_head: value head of ppo; None for other losses.
         jobs: number of jobs run.
         trained_lengths: tokens of each sequence of the last job, prompts included, once for each of its updates.
@@ -139,7 +146,8 @@ class Learner:
                 (`LossConfig.for_staleness`). Above 0 no update is refused because log-probabilities differ.
             seed: seed that shuffles minibatches.
             reference: reference policy from another checkpoint; None uses the parameters before the first job.
-            teacher: the teacher of a loss with `distillation`, on the mesh of the policy; None without one.
+            teacher: the teacher of a loss with `distillation`, on the mesh of the policy; None without one, or if it is
+                the policy.
 
         Raises:
             ValueError: settings of the loss exclude each other.
@@ -150,9 +158,11 @@ class Learner:
         limits = (max_sampler_diff, largest_fraction) if loss.is_policy_loss else None
         unweighted = loss.model_copy(update={"reward_weights": None})  # not the update's, and no dict can be hashed
         self.teacher = teacher
-        in_loss = teacher is not None and loss.distillation is not None and not loss.distillation.is_sampled
-        self._teacher_of_loss = teacher if in_loss else None
-        taught_by = None if self._teacher_of_loss is None else self._teacher_of_loss.model
+        self._has_teacher_rows = loss.distillation is not None and bool(loss.distillation.templates)
+        is_sampled = loss.distillation is not None and loss.distillation.is_sampled
+        is_taught = loss.distillation is not None and (teacher is not None or self._has_teacher_rows)
+        self._scores_teacher, self._learns_distribution = is_taught and is_sampled, is_taught and not is_sampled
+        taught_by = None if not self._learns_distribution else model if teacher is None else teacher.model
         self._update_of = partial(cached_update, loss=unweighted, optimizer=optimizer, limits=limits, teacher=taught_by)
         self._use(model)
         self._rate_at = partial(rate_at, optimizer)
@@ -224,6 +234,7 @@ class Learner:
         if credit is not None and any(row.sequence.is_logged for row in rows):
             laid_out = with_own_logprobs(laid_out, pausing(self._policy_scorer(params), pause))
         job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
+        job = self._taught(job, rows, params, pause)
         if credit is not None:
             job, metrics = compute_advantages(job, credit, loss)
             if kept_rows:
@@ -279,9 +290,9 @@ class Learner:
         These are `loss`, for dpo without its supervised part, and `preference_accuracy` of pairs.
         """
         self._prepare(params)
-        _, reference, _ = self._scorers(params, pause)
+        _, reference = self._scorers(params, pause)
         policy = pausing(self._policy_scorer(params), pause)
-        job = with_scores(make_batch(rows, self._planner()), self.loss, policy, reference, None)
+        job = with_scores(make_batch(rows, self._planner()), self.loss, policy, reference)
         mask = job.per_token(job.batch.completion_mask)
         owners = job.places[0][mask]
 
@@ -346,7 +357,7 @@ class Learner:
             longest: tokens of the longest row.
         """
         rows, width = self.largest_microbatch(params, longest)
-        batch = jax.eval_shape(lambda: self._empty_batch(rows, width))
+        batch = jax.eval_shape(lambda: self._empty_batch(params, rows, width))
         return self._update.programs(self.state_shapes(params), batch)
 
     def packs_rows(self, params: Params) -> bool:
@@ -395,18 +406,21 @@ class Learner:
         policy = state.params[POLICY] if self._is_nested else state.params
         for width in sorted(kept_widths):
             for rows in self._kept_planner().row_buckets(width):
-                self._scored(policy, before_scoring(self._empty_batch(rows, width)), value_head=None)
+                self._scored(policy, before_scoring(self._empty_batch(policy, rows, width)), value_head=None)
         for rows, width in shapes:
-            batch = self._empty_batch(rows, width)
             policy = state.params[POLICY] if self._is_nested else state.params
+            batch = self._empty_batch(policy, rows, width)
             head = None if self.value_head is None else state.params["value_head"]
             recorded = before_scoring(batch)
             if self._needs_old:
                 self._policy_scorer(policy)(recorded, value_head=head)
-            if self.loss.needs_reference:
+            if self.loss.scores_reference:
                 self._scored(policy, recorded, value_head=None)
-            if (teacher := self._teacher_scorer()) is not None:
-                teacher(recorded)
+            teacher = self._teacher_weights(policy)
+            if self._scores_teacher:
+                scored(teacher.model, teacher.params, recorded, value_head=None)
+            elif self._has_teacher_rows:
+                hidden_states(teacher.model, teacher.params, recorded)
             for parts in (batch, [batch, batch]):  # alone, and as one of several
                 state, _ = self._update(state, parts, pause)
         if self.reference is not None and self.loss.reference.update_every is not None:
@@ -428,9 +442,12 @@ class Learner:
         most = min(KEPT_TOKENS, self.microbatch_tokens)
         return replace(self._planner(), microbatch_tokens=most, shared_tokens=0)
 
-    def _empty_batch(self, rows: int, width: int) -> Batch:
+    def _empty_batch(self, params: Params, rows: int, width: int) -> Batch:
         packed, has_old = self._planner().packed, self._has_several_updates
-        return empty_batch(self.loss, rows, width, packed=packed, has_old=has_old)
+        batch = empty_batch(self.loss, rows, width, packed=packed, has_old=has_old)
+        if not (self._has_teacher_rows and self._learns_distribution):
+            return batch
+        return batch._replace(teacher_hidden=empty_states(self._teacher_weights(params), rows, width))
 
     def _prepare(self, params: Params) -> None:
         """Before the first job, make optimizer state, value head and reference from the starting parameters."""
@@ -457,13 +474,14 @@ class Learner:
         """Return the parameters that the loss reads: the policy's alone, or beside a value head or a teacher."""
         if value_head is not None:
             return {POLICY: params, "value_head": value_head}
-        if self._teacher_of_loss is not None:
-            return {POLICY: params, TEACHER: self._teacher_of_loss.params}
+        if self._learns_distribution:
+            teacher = self._teacher_weights(params)
+            return {POLICY: params, TEACHER: copy_head(teacher) if self._has_teacher_rows else teacher.params}
         return params
 
     @property
     def _is_nested(self) -> bool:
-        return self.value_head is not None or self._teacher_of_loss is not None
+        return self.value_head is not None or self._learns_distribution
 
     def _keep(self, state: TrainState) -> Params:
         """Store the state after an update, and return the policy's parameters."""
@@ -472,27 +490,38 @@ class Learner:
             self.value_head = state.params["value_head"]
         return state.params[POLICY] if self._is_nested else state.params
 
-    def _scorers(self, params: Params, pause: Pause = no_pause) -> tuple[Scorer | None, Scorer | None, Scorer | None]:
-        """Return scorers of a microbatch by policy, reference and teacher; None if the loss reads no such scores."""
-        policy, teacher = None, self._teacher_scorer()
-        teacher = None if teacher is None else pausing(teacher, pause)
+    def _scorers(self, params: Params, pause: Pause = no_pause) -> tuple[Scorer | None, Scorer | None]:
+        """Return scorers of a microbatch by policy and reference; None if the loss reads no such scores."""
+        policy = None
         if self._needs_old:
             policy = pausing(self._policy_scorer(params), pause)
-        if not self.loss.needs_reference:
-            return policy, None, teacher
+        if not self.loss.scores_reference:
+            return policy, None
         assert self.reference is not None
         reference = partial(self._scored, self.reference.whole(params), value_head=None)
-        return policy, pausing(reference, pause), teacher
+        return policy, pausing(reference, pause)
 
     def _policy_scorer(self, params: Params) -> Callable[..., Scored]:
         options = {"with_sum_pi_squared": True} if self.loss.estimator == "optimal_token" else {}
         return partial(self._scored, params, value_head=self.value_head, **options)
 
-    def _teacher_scorer(self) -> Scorer | None:
-        """Return the scorer of a distillation by sampled tokens."""
-        if self.teacher is None or self._teacher_of_loss is not None:
-            return None
-        return partial(scored, self.teacher.model, self.teacher.params, value_head=None)
+    def _teacher_weights(self, params: Params) -> Weights:
+        """Return the weights of the teacher: another model's, the reference's, or the policy's."""
+        if self.teacher is not None:
+            return self.teacher
+        is_reference = self.loss.distillation is not None and self.loss.distillation.teacher == "reference"
+        reference = self.reference if is_reference else None  # which is not there before the first job
+        return Weights(self.model, params if reference is None else reference.whole(params))
+
+    def _taught(self, job: TrainingBatch, rows: Sequence[Row], params: Params, pause: Pause) -> TrainingBatch:
+        """Return the job with log-probabilities of its teacher, or the hidden states of one that reads more."""
+        weights = self._teacher_weights(params)
+        if self._scores_teacher:
+            score = pausing(partial(scored, weights.model, weights.params, value_head=None), pause)
+            if self._has_teacher_rows:
+                return with_teacher_logprobs(job, rows, self._planner(), score)
+            return job._replace(teacher_logprobs=score_tokens(job, score).logprobs)
+        return with_teacher_states(job, rows, self._planner(), weights, pause) if self._has_teacher_rows else job
 
     def _follow(self, params: Params) -> None:
         """Move the reference towards the policy after every `update_every`-th job that made an update."""

@@ -43,7 +43,8 @@ def training_bytes(learner: Learner, params: Params) -> dict[str, int]:
         "reference": size(reference) if learner.loss.needs_reference else 0,
         "gradients": size(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), moved)),
     }
-    return sizes | ({} if learner.teacher is None else {"teacher": learner.teacher.num_bytes()})
+    teacher = size(state.params.get(TEACHER, {})) if learner.teacher is None else learner.teacher.num_bytes()
+    return sizes | ({"teacher": teacher} if teacher else {})
 
 
 def training_memory(learner: Learner, params: Params, longest: int) -> dict[str, float]:

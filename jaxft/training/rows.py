@@ -443,6 +443,7 @@ def job_digests(data: JobRows, rewards: CollectedRewards | None) -> dict[str, li
         _digest(
             *(np.array(getattr(row.sequence, name), dtype) for name, dtype in lists.items()),
             np.array([row.trajectory, row.sequence.truncated, row.sequence.episode_truncated]),
+            np.array(row.teacher.tokens if row.teacher is not None else (), np.int32),
         )
         for row in data.rows
     ]

@@ -28,7 +28,7 @@ from jaxft.rollout.remote import RemoteClient
 from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import collect_rewards, compute_advantages
 from jaxft.training.batch import BatchPlanner, make_batch
-from jaxft.training.config import LossConfig
+from jaxft.training.config import DistillationConfig, LossConfig
 
 EXAMPLES = 2
 
@@ -49,13 +49,13 @@ async def distilled_student(config: StudentConfig, builder: Any) -> Any:
 
 
 class NothingConfig(jaxft.EvaluatorConfig, name="no_reward"):
-    pass
+    reason: str | None = None
 
 
 @jaxft.register_evaluator(config_type=NothingConfig)
 async def no_reward(config: NothingConfig, builder: Any) -> Any:
     """The same reward for all, from which nothing can be learned."""
-    yield lambda item: 1.0
+    yield lambda item: jaxft.EvalOutputItem(id=item.id, score=1.0, reasoning=config.reason)
 
 
 class QuestionsConfig(jaxft.DatasetConfig, name="distilled_questions"):
@@ -149,6 +149,29 @@ def test_a_resumed_run_goes_on_with_its_teacher(distilled, tmp_path, teacher):
     assert status == 0 and rows == distilled[1][:3]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("by", "form"), [("self", "reverse"), ("reference", "sampled_token"), ("reference", "reverse")]
+)
+def test_a_policy_that_is_told_why_teaches_itself(tmp_path, teacher, by, form):
+    """A resumed run goes on with the moving average, and no job compiles anything."""
+    follows = {"reference": {"update_every": 1, "mixing": 0.5}} if by == "reference" else {}
+    told = {"feedback_template": " ({feedback})", "solution_template": ""}
+    loss = {"distillation": {"teacher": by, "form": form, **told}} | follows
+    options = {"loss": loss, "eval__evaluators__nothing__reason": "too long"}
+    status, whole = finetune(tmp_path / "whole", teacher, "--strict-compile", **options, finetuning__num_epochs=3)
+    assert status == 0 and [row["taught_fraction"] for row in whole] == [1.0] * 3
+    assert all(row["applied_updates"] == 1 and row["teacher_divergence"] > 0 for row in whole)
+    finetune(tmp_path / "run", teacher, **options, finetuning__num_epochs=1)
+    status, rows = finetune(tmp_path / "run", teacher, "--resume", **options, finetuning__num_epochs=3)
+    assert status == 0 and rows == whole
+
+
+def test_a_language_model_named_like_a_teacher_is_refused():
+    with pytest.raises(ValueError, match="'self' is the policy itself"):
+        DistillationConfig.model_validate({"teacher": "self"}, context={"llms": {"self": {}}})
+
+
 @pytest.fixture(scope="module")
 def taught(foreign_trajectories, make_policy, policy, teacher_params, make_collection):
     """Metrics of four jobs with a teacher of the whole vocabulary, and its parameters after them."""
@@ -209,7 +232,14 @@ def test_teachers_that_do_not_fit_are_refused(policy, make_policy, tokenizer):
 
 @pytest.mark.parametrize(
     ("loss", "said"),
-    [({"name": "ppo"}, "ppo has no distillation"), ({"distillation": {"teacher": "techer"}}, "techer")],
+    [
+        *[({"name": name}, f"{name} has no distillation") for name in ("ppo", "dpo", "sft")],
+        ({"distillation": {"teacher": "techer"}}, "techer"),
+        ({"distillation": {"teacher": "self", "feedback_template": "", "solution_template": ""}}, "nothing to teach"),
+        ({"distillation": {"teacher": "self", "feedback_template": "no"}}, "{feedback}"),
+        ({"distillation": {"teacher": "self"}, "reference": {"mixing": 0.1}}, "or a teacher"),
+        ({"distillation": {"teacher": "reference"}, "reference": {"mixing": 1.1}}, "mixing"),
+    ],
 )
 def test_losses_that_nobody_can_teach_are_refused(tmp_path, teacher, capsys, loss, said):
     status, rows = finetune(tmp_path / "run", teacher, loss=loss)

@@ -1,6 +1,8 @@
 """Divergences from a teacher against enumeration, in chunks, and as a loss of an update."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +67,25 @@ def found():
         return {name: (values, gradient) for name, (gradient, values) in zip(names, results, strict=True)}
 
     return by_name
+
+
+VECTORS = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "self_distillation.json").read_text())
+OF_ALPHA = {0.0: ("forward", 0.5), 0.1: ("jensen_shannon", 0.1), 0.5: ("jensen_shannon", 0.5), 1.0: ("reverse", 0.5)}
+
+
+@pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: f"alpha {case['alpha']}")
+def test_values_and_gradients_are_those_of_trl(found, case):
+    """Those of SDPO; of sampled tokens the gradient is that of advantages `log q - log p`, which are constants."""
+    student, teacher = np.array(VECTORS["student"]), np.array(VECTORS["teacher"])
+    if case["alpha"] is not None:
+        got, gradient = found(student, teacher, np.ones(6))[OF_ALPHA[case["alpha"]]]
+        np.testing.assert_allclose(got, case["loss"], rtol=1e-5, atol=1e-6)
+    else:
+        log_p, log_q = (each - np.log(np.exp(each).sum(axis=1, keepdims=True)) for each in (student, teacher))
+        advantages = (log_q - log_p)[np.arange(6), VECTORS["ids"]]
+        np.testing.assert_allclose(-advantages * log_p[np.arange(6), VECTORS["ids"]], case["loss"], rtol=1e-12)
+        gradient = -advantages[:, None] * (np.eye(11)[VECTORS["ids"]] - np.exp(log_p))
+    np.testing.assert_allclose(gradient, case["grad"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
