@@ -53,7 +53,7 @@ class ExampleOrder:
         for task, share in shares.items():
             if math.ceil(share) > len(ids[task]) and task is not None:
                 fault = f"has {len(ids[task])} rows, but a share of {float(share):g} of the {self.count} examples"
-                way = f"add rows, take it out, or lower its weight or examples_per_update (to {most})"
+                way = f"lower its weight, or examples_per_update to {most}" if ids[task] else "add some, or take it out"
                 raise ConfigError([f"finetuning.per_task.{task}: {fault} of an epoch: {way}"])
         self._epochs, self._next = list[list[str]](), _epochs(ids, shares, seed)
 

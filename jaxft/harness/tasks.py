@@ -33,7 +33,7 @@ class Tasks(NamedTuple):
                 near = did_you_mean(self.key, row, what="columns")
                 raise ConfigError([f"finetuning.task_key: is '{self.key}', a column that {place} does not have{near}"])
             if task not in self.configs:
-                near = did_you_mean(str(task), self.configs, what="tasks") + "; add it, with {} if it has nothing own"
+                near = did_you_mean(str(task), self.configs, what="tasks") + "; add it, with {} if nothing is its own"
                 raise ConfigError([f"finetuning.per_task: has no '{task}', of which {place} is{near}"])
 
 

@@ -56,3 +56,5 @@ def test_an_epoch_has_as_many_examples_as_the_weights_allow():
 def test_a_share_that_a_task_does_not_have_is_refused():
     with pytest.raises(ConfigError, match=r"per_task\.b: .*7 rows.*7\.5 of the 30 .*to 28"):
         ExampleOrder(TASKS, {"a": 2.0, "b": 1.0, "c": 1.0}, 30, seed=0)
+    with pytest.raises(ConfigError, match=r"per_task\.z: has 0 rows, .* take it out"):
+        ExampleOrder({**TASKS, "z": []}, {**WEIGHTS, "z": 1.0}, None, seed=0)
