@@ -3,6 +3,7 @@
 The network is that of test_learner.py in small: its hidden state is the sum of the embeddings of its segment so far.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -161,6 +162,27 @@ def test_log_probabilities_of_other_sequences_go_to_the_tokens_of_the_policy(job
         if teacher is not None:
             expected = log_distributions(params, teacher.tokens)[np.arange(4), teacher.tokens[-4:]]
         np.testing.assert_allclose(table[row, start + 2 : start + 6], expected, rtol=1e-5)
+
+
+def test_tokens_of_rows_that_share_a_prompt_have_their_teachers(job, params, make_sequence):
+    taught, planner, _ = job
+    prompt, answers = [2 + place % 60 for place in range(2000)], [row.sequence.tokens[2:] for row in taught]
+    lists = {
+        name: values[:1] * 2000 + values[2:] for name, values in make_sequence() if isinstance(values, list) and values
+    }
+    rows = [
+        row._replace(sequence=make_sequence(number, **lists | {"tokens": prompt + answers[number]}))
+        for number, row in enumerate(taught)
+    ]
+    laid_out = make_batch(rows, replace(planner, microbatch_tokens=4096, shared_tokens=4096))
+    assert laid_out.packing.branches is not None
+    found = with_teacher_logprobs(laid_out, rows, planner, partial(scored, MODEL, params, value_head=None))
+    by_sequence = np.split(found.per_token(found.teacher_logprobs), np.cumsum(laid_out.packing.lengths)[:-1])
+    for row, logprobs in zip(rows, by_sequence, strict=True):
+        expected = np.full(4, -5.0)
+        if row.teacher is not None:
+            expected = log_distributions(params, row.teacher.tokens)[np.arange(4), row.teacher.tokens[-4:]]
+        np.testing.assert_allclose(logprobs[-4:], expected, rtol=1e-5)
 
 
 def test_the_loss_is_the_divergence_from_the_states_of_other_sequences(job, params):
