@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh
 from pydantic import BaseModel
 
 from aot_engine import EngineResults, measure_engine
+from decode_step import CompiledStep, compile_step
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
@@ -192,13 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"aot.py: {error}", file=sys.stderr)
         return 2
 
-    def compile_run(run: PlannedRun, target: Target, program: str, pool_bytes: int) -> Compiled:
+    def compile_run(run: PlannedRun, target: Target, program: str, pool_bytes: int) -> CompiledStep:
         size = f"{run.policy.preset}, {run.model.num_layers} layers, {run.policy.slots} slots"
         print(f"compiling {program} for {target.name}: {size}, remat {run.policy.remat}", file=sys.stderr, flush=True)
-        return compiler.compile_program(interpreter, run, target, program, pool_bytes)
+        return compile_step(interpreter, run, target, program, pool_bytes)
 
     def compile_case(case: Case, remat: Remat) -> Compiled:
-        return compile_run(case.run().with_remat(remat), find_target(case.target), "gradient", 0)
+        return compile_run(case.run().with_remat(remat), find_target(case.target), "gradient", 0).compiled
 
     is_met = True
     for platform in ("gpu",) if parsed.shrink else parsed.platforms or ("gpu", "tpu"):

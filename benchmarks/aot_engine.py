@@ -22,13 +22,14 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh
 from pydantic import BaseModel
 
+from decode_step import CompiledStep, LargeCopy, Step
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.sharding import AXES, device_bytes
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import auto_remats
-from jaxft.planning.compiler import Compiled, CompilerError, LargeCopy, Step
+from jaxft.planning.compiler import CompilerError
 from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout.model_runner import DISPATCH_TOKENS
@@ -50,8 +51,8 @@ WAITS = ("conditional", "while")
 Counts = Mapping[str, float]
 """Numbers of launches by label."""
 
-Compile = Callable[[PlannedRun, Target, str, int], Compiled]
-"""Compiles a program of a run for a target; the number is the `pool_bytes` of `compile_program`."""
+Compile = Callable[[PlannedRun, Target, str, int], CompiledStep]
+"""Compiles a program of a run for a target; the number is the `pool_bytes` of `compile_step`."""
 
 
 class Depths(NamedTuple):
@@ -320,7 +321,7 @@ def measure_step(case: EngineCase, compile_run: Compile) -> StepResult:
     launches, outer = case.depths.per_layer(*(_scaled(step.counts, n) for step, n in zip(steps, per_turn, strict=True)))
     kernels = [_scaled(_attention(step), n) for step, n in zip(steps, per_turn, strict=True)]
     waits = sum(each.times for each in steps[1].launches if each.opcode in WAITS)
-    prefill = prefilled[0].temporaries if prefilled else None  # the same from the third layer on
+    prefill = prefilled[0].compiled.temporaries if prefilled else None  # the same from the third layer on
     copies, calls = list(decoded[1].copies), case.depths.per_layer(*kernels)[0]
     beside = at_depth(lambda step: step.attention_bytes) / layers
     checks = [
@@ -349,14 +350,14 @@ def measure_step(case: EngineCase, compile_run: Compile) -> StepResult:
         attention=calls,
         attention_bytes=round(beside),
         copies=copies,
-        decode_temporaries_bytes=round(case.depths.at((each.temporaries for each in decoded), layers)),
+        decode_temporaries_bytes=round(case.depths.at((each.compiled.temporaries for each in decoded), layers)),
         prefill_temporaries_bytes=prefill,
-        compile_seconds=[each.seconds for each in (*decoded, *prefilled)],
+        compile_seconds=[each.compiled.seconds for each in (*decoded, *prefilled)],
         checks=checks,
     )
 
 
-def _step(case: EngineCase, compiled: Compiled) -> Step:
+def _step(case: EngineCase, compiled: CompiledStep) -> Step:
     if compiled.step is None:
         raise CompilerError(f"{case.title}: the program that decodes has no loop with products of matrices")
     return compiled.step
@@ -417,7 +418,7 @@ def measure_warm_up(case: EngineCase, compile_run: Compile) -> tuple[dict[str, f
     """Return the CPU seconds to compile each program that `warm_up` runs, and the check of their sum."""
     target = find_target(case.target)
     names = programs_of(case.run(), target).warm_up()
-    seconds = {name: compile_run(case.run(), target, name, 0).cpu_seconds for name in names}
+    seconds = {name: compile_run(case.run(), target, name, 0).compiled.cpu_seconds for name in names}
     name = f"CPU seconds to compile the {len(seconds)} programs of warm_up, {case.title}"
     return seconds, at_most(name, sum(seconds.values()), MOST_COMPILE_SECONDS)
 
@@ -433,8 +434,10 @@ def measure_fit(case: EngineCase, compile_run: Compile) -> tuple[dict[str, int],
     run, target = case.run(), find_target(case.target)
     limit, layers = memory_limit(target), run.model.num_layers
     temporaries = [
-        case.depths.at((compile_run(case.run(few), target, DECODE, 0).temporaries for few in case.depths), layers),
-        compile_run(case.run(case.depths.more), target, PREFILL, 0).temporaries,
+        case.depths.at(
+            (compile_run(case.run(few), target, DECODE, 0).compiled.temporaries for few in case.depths), layers
+        ),
+        compile_run(case.run(case.depths.more), target, PREFILL, 0).compiled.temporaries,
     ]
     held = programs_of(run, target).held() | {"sampling temporaries": round(max(temporaries))}
     remats = auto_remats(target.chip.platform)
@@ -443,7 +446,7 @@ def measure_fit(case: EngineCase, compile_run: Compile) -> tuple[dict[str, int],
         if not is_last and peak(held | {"update": estimated}) > MARGIN * limit:
             continue
         try:
-            memory = held | {"update": compile_run(run.with_remat(remat), target, "gradient", 0).temporaries}
+            memory = held | {"update": compile_run(run.with_remat(remat), target, "gradient", 0).compiled.temporaries}
         except CompilerError as error:
             if is_last or not error.is_out_of_memory:
                 raise

@@ -113,7 +113,7 @@ def costs(
         kind = "product" if flops else "move"
         if launch.opcode == "custom-call" and launch.kernels and ATTENTION.search(said):
             accesses = (*launch.reads, *launch.writes)
-            moved -= sum(each.bytes for each in accesses if 0 < pool_bytes <= 2 * each.bytes)
+            moved -= sum(size for size in accesses if 0 < pool_bytes <= 2 * size)
             backward = next((share for word, share in BACKWARD.items() if word in said), 1.0)
             kind, flops, arithmetic = "attention", of_attention * backward, reached.attention
         seconds = max(moved / reached.bandwidth, flops / arithmetic) + reached.launch

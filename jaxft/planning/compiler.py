@@ -7,7 +7,6 @@ the process that it runs in.
 """
 
 import json
-import math
 import os
 import resource
 import subprocess
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import jax
@@ -29,19 +28,13 @@ from pydantic import TypeAdapter
 
 from jaxft.components import PlannedRun, Programs, mesh_of_devices, run_from_json
 from jaxft.models import compute_capability
-from jaxft.planning.hlo import CACHED_BYTES, Loop, Program, read
+from jaxft.planning.hlo import read
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout import first_line, is_out_of_memory
 from jaxft.runs import version
 
 ROOT = Path(__file__).parents[2]
 MAKE = "scripts/make_compilers.sh"
-
-HLO_FILE = "JAXFT_HLO_FILE"
-"""Environment variable: a file for the optimised HLO of the compiled program, to look at."""
-
-COPY_SHARE = 0.01
-"""Share of the keys of a layer from which on a copy counts as large."""
 
 TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -51,62 +44,6 @@ TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 """Variables with which libtpu compiles on a machine that is no TPU's host."""
-
-
-class StepLaunch(NamedTuple):
-    """Launches of one turn that have the same label, opcode and sizes; see `Launch`. Attention's are without pages."""
-
-    label: str
-    opcode: str
-    bytes: int
-    far_bytes: int
-    is_attention: bool
-    times: int
-
-
-class Step(NamedTuple):
-    """One turn of the loop that decodes.
-
-    Attributes:
-        trips: how often the loop turns; None where the text does not say it.
-        launches: launches of one turn.
-    """
-
-    trips: int | None
-    launches: list[StepLaunch]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of device memory read and written outside of attention's kernels."""
-        return sum(each.bytes * each.times for each in self.launches if not each.is_attention)
-
-    @property
-    def far_bytes(self) -> int:
-        """The same, less arrays that stay in a GPU's cache."""
-        return sum(each.far_bytes * each.times for each in self.launches if not each.is_attention)
-
-    @property
-    def attention_bytes(self) -> int:
-        """Bytes that attention's kernels read and write beside the pages, such as sums of parts of a row."""
-        return sum(each.far_bytes * each.times for each in self.launches if each.is_attention)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Number of launches by label."""
-        found: Counter[str] = Counter()
-        for each in self.launches:
-            found[each.label] += each.times
-        return dict(found)
-
-
-class LargeCopy(NamedTuple):
-    """A copy, concatenation, gather or transpose of a large array, once a program or, in the loop, once a turn."""
-
-    where: Literal["entry", "loop", "exit"]
-    label: str
-    opcode: str
-    array: str
-    bytes: int
 
 
 class Compiled(NamedTuple):
@@ -120,8 +57,6 @@ class Compiled(NamedTuple):
         kernels: names of the kernels called, and how often.
         seconds: how long it took to compile.
         cpu_seconds: seconds of all cores to trace, lower and compile it, without imports.
-        step: one turn of the loop that decodes; None where it was not asked for, or products are in no loop.
-        copies: copies of at least `COPY_SHARE` of the keys of a layer; empty where they were not asked for.
     """
 
     arguments: int
@@ -134,8 +69,6 @@ class Compiled(NamedTuple):
     kernels: dict[str, int]
     seconds: float
     cpu_seconds: float = 0.0
-    step: Step | None = None
-    copies: tuple[LargeCopy, ...] = ()
 
 
 class CompilerError(Exception):
@@ -152,7 +85,9 @@ def default_interpreter() -> Path:
     return cache_folder / "jaxft" / "compilers" / "bin" / "python"
 
 
-def compile_program(interpreter: Path, run: PlannedRun, target: Target, program: str, pool_bytes: int = 0) -> Compiled:
+def compile_program(
+    interpreter: Path, run: PlannedRun, target: Target, program: str, hlo_file: Path | None = None
+) -> Compiled:
     """Compile one program in a process of the interpreter.
 
     Args:
@@ -160,12 +95,13 @@ def compile_program(interpreter: Path, run: PlannedRun, target: Target, program:
         run: the run, with a checkpoint policy of its own.
         target: the accelerators.
         program: a name of `Programs.by_name` or `Programs.warm_up`.
-        pool_bytes: bytes per device of the keys of one layer, for the figures of a step; 0 leaves these out.
+        hlo_file: file for the optimised HLO of the compiled program; None for none.
 
     Raises:
         CompilerError: the program needs too much memory, or the compiler failed.
     """
-    request = {"run": run.to_json(), "target": target.name, "program": program, "pool_bytes": pool_bytes}
+    file = None if hlo_file is None else str(hlo_file)
+    request = {"run": run.to_json(), "target": target.name, "program": program, "hlo_file": file}
     done = subprocess.run(
         [str(interpreter), "-m", "jaxft.planning.compiler", "compile"],
         input=json.dumps(request),
@@ -271,10 +207,9 @@ def lower(request: Mapping[str, Any]) -> Any:
         return (programs.warm_up() | programs.by_name())[request["program"]]()
 
 
-def summarize(compiled: Any, seconds: float, cpu_seconds: float, target: Target, pool_bytes: int) -> Compiled:
+def summarize(compiled: Any, seconds: float, cpu_seconds: float) -> Compiled:
     """Return memory, work and communication of a compiled program, which took so long to compile."""
-    cached_bytes = CACHED_BYTES if target.chip.platform == "gpu" else 0
-    memory, program = compiled.memory_analysis(), read(compiled.as_text(), cached_bytes)
+    memory, program = compiled.memory_analysis(), read(compiled.as_text())
     kernels = Counter[str]()
     for kernel in program.kernels:
         kernels[kernel.name] += kernel.times
@@ -292,61 +227,7 @@ def summarize(compiled: Any, seconds: float, cpu_seconds: float, target: Target,
         kernels=kernels,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
-        step=decode_step(program, pool_bytes) if pool_bytes else None,
-        copies=tuple(large_copies(program, math.ceil(COPY_SHARE * pool_bytes))) if pool_bytes else (),
     )
-
-
-# One step of decoding. Attention's kernels follow tables of pages, of which HLO knows nothing: their bytes beside the
-# pages are counted, apart from all else.
-
-
-def main_loop(program: Program) -> Loop | None:
-    """Return the outermost loop with the most operations of products; None if products are in no loop."""
-    flops: Counter[Loop] = Counter()
-    for launch in program.launches:
-        if launch.loops and launch.flops:
-            flops[launch.loops[0]] += launch.flops * launch.times
-    return max(flops, key=lambda loop: flops[loop], default=None)
-
-
-def decode_step(program: Program, pool_bytes: int) -> Step | None:
-    """Return one turn of the main loop; None if there is none.
-
-    Args:
-        program: the program.
-        pool_bytes: bytes per device of the keys, or of the values, of one layer; a kernel that takes an array of at
-            least half of them is attention's.
-    """
-    loop = main_loop(program)
-    if loop is None:
-        return None
-    turns: Counter[StepLaunch] = Counter()
-    for launch in program.launches:
-        if launch.loops[:1] == (loop,):
-            accesses = (*launch.reads, *launch.writes) if launch.opcode == "custom-call" and launch.kernels else ()
-            pages = [each for each in accesses if 0 < pool_bytes <= 2 * each.bytes]
-            beside = launch.bytes - sum(each.bytes for each in pages)
-            far = launch.far_bytes - sum(each.bytes for each in pages if not each.is_near)
-            kind = StepLaunch(launch.label, launch.opcode, beside, far, bool(pages), 0)
-            turns[kind] += launch.times // (loop.trips or 1)
-    return Step(loop.trips, [kind._replace(times=times) for kind, times in turns.items()])
-
-
-def large_copies(program: Program, least_bytes: int) -> list[LargeCopy]:
-    """Return the copies, concatenations, gathers and transposes that write arrays of at least so many bytes.
-
-    Updates in place are none, nor are rearrangements inside a fusion of which only a product or a sum is written.
-    """
-    loop, found, is_past = main_loop(program), [], False
-    for launch in program.launches:
-        is_inside = loop is not None and launch.loops[:1] == (loop,)
-        is_past = is_past or is_inside
-        where: Literal["entry", "loop", "exit"] = "loop" if is_inside else "exit" if is_past else "entry"
-        for opcode, array in launch.rearranged:
-            if array.bytes >= least_bytes and sum(each.bytes for each in launch.writes) >= least_bytes:
-                found.append(LargeCopy(where, launch.label, opcode, str(array), array.bytes))
-    return found
 
 
 def cpu_seconds() -> float:
@@ -366,12 +247,11 @@ def main() -> None:
         used = cpu_seconds()
         lowered, started = lower(request), time.perf_counter()
         compiled = lowered.compile()
-        seconds, target = time.perf_counter() - started, find_target(request["target"])
-        summary = summarize(compiled, seconds, cpu_seconds() - used, target, request["pool_bytes"])
+        summary = summarize(compiled, time.perf_counter() - started, cpu_seconds() - used)
         values = TypeAdapter(Compiled).dump_python(summary, mode="json")
         answer = dict(zip(Compiled._fields, values, strict=True))
-        if file := os.environ.get(HLO_FILE):
-            Path(file).write_text(compiled.as_text())
+        if request["hlo_file"] is not None:
+            Path(request["hlo_file"]).write_text(compiled.as_text())
     except Exception as error:  # for the process that asked, whatever it is
         said = f"{type(error).__name__}: {first_line(error)[:500]}"
         where = f"{request['program']} for {request['target']}"

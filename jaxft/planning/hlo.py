@@ -15,8 +15,6 @@ Counted are:
         reads an array once, however often it is given, and as a whole, also where it follows a table of pages.
         Workspaces of cuBLAS and cuDNN and the memory inside a TPU cost nothing. No cache is modelled: an operand of two
         instructions is read twice.
-    far_bytes: the same, less arrays that fit the cache of a GPU between the instruction that writes them and the one
-        that reads them. Each such array is small by itself; that all of them fit together is not checked.
 
 Sizes of arrays are those in memory, with the padding of tiled layouts. A loop turns as often as the compiler noted
 (`known_trip_count`), as follows from a counter that starts, ends and steps by constants, or as a named scope says
@@ -30,11 +28,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from jaxft.planning.hlo_memory import Value, near_values, read_bytes, rearranged, values, written_bytes
+from jaxft.planning.hlo_memory import read_bytes, written_bytes
 from jaxft.planning.hlo_text import COLLECTIVES, VIEWS, Array, Computation, Instruction, braced, numbers, parse
-
-CACHED_BYTES = 16 * 2**20
-"""Size of an array that stays in a GPU's cache, of 50 MiB on H100 and H200, until a later instruction reads it."""
 
 
 class Loop(NamedTuple):
@@ -66,13 +61,6 @@ class Kernel(NamedTuple):
     times: int
 
 
-class Access(NamedTuple):
-    """Bytes of device memory of an operand or a result, and whether the array stays in the cache."""
-
-    bytes: int
-    is_near: bool
-
-
 class Launch(NamedTuple):
     """An instruction that does something: on a GPU a kernel, a copy, or a conditional that waits for its predicate.
 
@@ -82,11 +70,11 @@ class Launch(NamedTuple):
         loops: the loops around it, the outermost first.
         times: how often it runs in all.
         flops: operations of products of matrices, once.
-        reads, writes: operands and results, once.
+        reads, writes: bytes of device memory of operands and of results, once.
         arrays: the results; of a fusion not what stays inside it.
         kernels, collectives: those that it is, or that a fusion has inside.
-        rearranged: opcode and result of the copies, concatenations, gathers and transposes that it writes.
         op_name: path of jax's operation, with the scopes around it; of a fusion without one, that of its last step.
+        instruction: the instruction; None of a loop or a conditional.
     """
 
     label: str
@@ -94,23 +82,18 @@ class Launch(NamedTuple):
     loops: tuple[Loop, ...]
     times: int
     flops: int = 0
-    reads: tuple[Access, ...] = ()
-    writes: tuple[Access, ...] = ()
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
     arrays: tuple[Array, ...] = ()
     kernels: tuple[Kernel, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    rearranged: tuple[tuple[str, Array], ...] = ()
     op_name: str = ""
+    instruction: Instruction | None = None
 
     @property
     def bytes(self) -> int:
         """Bytes of device memory read and written, once."""
-        return sum(each.bytes for each in (*self.reads, *self.writes))
-
-    @property
-    def far_bytes(self) -> int:
-        """The same without cached arrays."""
-        return sum(each.bytes for each in (*self.reads, *self.writes) if not each.is_near)
+        return sum((*self.reads, *self.writes))
 
 
 class Program(NamedTuple):
@@ -145,12 +128,8 @@ class Program(NamedTuple):
         return sorted((array for launch in self.launches for array in launch.arrays), key=lambda array: -array.bytes)
 
 
-def read(text: str, cached_bytes: int = 0) -> Program:
+def read(text: str) -> Program:
     """Return the figures of the optimised HLO that `compiled.as_text()` gives.
-
-    Args:
-        text: the HLO.
-        cached_bytes: size up to which arrays count as cached, for `far_bytes`; 0 for a device without such a cache.
 
     Raises:
         ValueError: a line or a type is not HLO as known here; the message quotes it.
@@ -166,12 +145,11 @@ def read(text: str, cached_bytes: int = 0) -> Program:
     """
     entry = parse(text)
     arguments = tuple(array for parameter in entry.parameters for array in parameter.type.values())
-    return Program(tuple(_launches(entry, 1, (), cached_bytes)), arguments)
+    return Program(tuple(_launches(entry, 1, ())), arguments)
 
 
-def _launches(at: Computation, times: int, loops: tuple[Loop, ...], cached_bytes: int) -> Iterator[Launch]:
+def _launches(at: Computation, times: int, loops: tuple[Loop, ...]) -> Iterator[Launch]:
     """Yield what a computation that runs `times` times, inside these loops, launches."""
-    near = near_values(at, cached_bytes) if cached_bytes else set()
     for instruction in at.instructions.values():
         if instruction.opcode == "while":
             loop = Loop(instruction.name, _trips(instruction))
@@ -181,20 +159,20 @@ def _launches(at: Computation, times: int, loops: tuple[Loop, ...], cached_bytes
             # Where the number of turns is known, the condition is no part of a turn.
             parts = ("condition", turns + 1, loops if is_known else (*loops, loop)), ("body", turns, (*loops, loop))
             for name, count, around in parts:
-                yield from _launches(instruction.called(name)[0], times * count, around, cached_bytes)
+                yield from _launches(instruction.called(name)[0], times * count, around)
         elif instruction.opcode == "conditional":
             called = instruction.called("branch_computations", "true_computation", "false_computation")
-            branches = [Program(tuple(_launches(each, times, loops, cached_bytes)), ()) for each in called]
+            branches = [Program(tuple(_launches(each, times, loops)), ()) for each in called]
             yield Launch("conditional", "conditional", loops, times)
             yield from max(branches, key=lambda branch: (branch.flops, branch.bytes)).launches
         elif instruction.work in ("call", "async-start"):
             for inner in instruction.called("to_apply", "calls"):
-                yield from _launches(inner, times, loops, cached_bytes)
+                yield from _launches(inner, times, loops)
         elif instruction.does_something:
-            yield _launch(instruction, times, loops, near)
+            yield _launch(instruction, times, loops)
 
 
-def _launch(instruction: Instruction, times: int, loops: tuple[Loop, ...], near: set[Value]) -> Launch:
+def _launch(instruction: Instruction, times: int, loops: tuple[Loop, ...]) -> Launch:
     """Return the figures of an instruction that does something itself."""
     flops, kernels, collectives = 0, list[Kernel](), list[Collective]()
     for step in _steps(instruction):
@@ -209,7 +187,6 @@ def _launch(instruction: Instruction, times: int, loops: tuple[Loop, ...], near:
             arrays = step.results if kind == "all-gather" else step.operand_arrays
             collectives.append(Collective(kind, arrays, _group_size(step), times))
     is_kernel, results = instruction.opcode == "custom-call" and bool(kernels), written_bytes(instruction)
-    reads = zip(read_bytes(instruction), instruction.operands, strict=True)
     return Launch(
         # `copy` of `copy.209.remat2`
         label=kernels[-1].name if is_kernel else re.sub(r"(\.(\d+|remat\d*|clone|sunk))+$", "", instruction.name),
@@ -217,13 +194,13 @@ def _launch(instruction: Instruction, times: int, loops: tuple[Loop, ...], near:
         loops=loops,
         times=times,
         flops=flops,
-        reads=tuple(Access(size, near.issuperset(values(operand))) for size, operand in reads),
-        writes=tuple(Access(size, (instruction, place) in near) for place, size in results.items()),
+        reads=tuple(read_bytes(instruction)),
+        writes=tuple(results.values()),
         arrays=tuple(instruction.results[place] for place in results),
         kernels=tuple(kernels),
         collectives=tuple(collectives),
-        rearranged=tuple(rearranged(instruction)),
         op_name=next((step.op_name for step in (instruction, *reversed(_steps(instruction))) if step.op_name), ""),
+        instruction=instruction,
     )
 
 

@@ -1,12 +1,11 @@
-"""Device memory that an instruction of optimised HLO reads and writes, and the arrays that it writes in another order.
+"""Device memory that an instruction of optimised HLO reads and writes.
 
 `jaxft.planning.hlo` says by which rules.
 """
 
 import re
-from typing import TypeAlias
 
-from jaxft.planning.hlo_text import VIEWS, Array, Computation, Instruction, braced, numbers
+from jaxft.planning.hlo_text import VIEWS, Instruction, braced, numbers
 
 SLICES = ("slice", "dynamic-slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
@@ -14,18 +13,6 @@ IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 
 LAZY = ("convert", "copy", "transpose")
 """Instructions that a fusion computes for those elements only that it needs."""
-
-REARRANGING = ("copy", "concatenate", "gather", "transpose")
-"""Instructions that compute nothing, but write elements in other places."""
-
-REDUCING = ("dot", "convolution", "reduce", "reduce-window", "slice", "dynamic-slice", "custom-call")
-"""Instructions whose result says nothing about the place of an operand's elements."""
-
-CONTROL = ("while", "conditional", "call", "async-start")
-"""Instructions that run others, each of which reads and writes for itself."""
-
-Value: TypeAlias = tuple[Instruction, int]
-"""A result of an instruction: the instruction and the place among its results."""
 
 
 def read_bytes(instruction: Instruction) -> list[int]:
@@ -61,46 +48,6 @@ def written_bytes(instruction: Instruction) -> dict[int, int]:
             found[place] = min(array.device_bytes, update)
         elif (() if () in instruction.type else (place,)) not in passed:
             found[place] = array.device_bytes
-    return found
-
-
-def values(instruction: Instruction) -> list[Value]:
-    """Return the results that an instruction stands for, past tuples, views and the ends of asynchronous work."""
-    if instruction.opcode == "tuple":
-        return [value for operand in instruction.operands for value in values(operand)]
-    if instruction.opcode in (*VIEWS, "opt-barrier", "add-dependency") or instruction.opcode.endswith("-done"):
-        return values(instruction.operands[0])
-    if instruction.opcode == "get-tuple-element":
-        (whole,) = instruction.operands
-        start = sum(index[0] < instruction.place for index in whole.type)
-        return values(whole)[start : start + len(instruction.type)]
-    return [(instruction, place) for place in range(len(instruction.results))]
-
-
-def near_values(at: Computation, most_bytes: int) -> set[Value]:
-    """Return the results of at most so many bytes that an instruction of a computation writes and a later one reads."""
-    working = [each for each in at.instructions.values() if each.does_something]
-    read = {value for each in working for operand in each.operands for value in values(operand)}
-    makers = {each for each in working if each.opcode not in CONTROL}
-    return {(each, i) for each, i in read if each in makers and each.results[i].device_bytes <= most_bytes}
-
-
-def rearranged(instruction: Instruction) -> list[tuple[str, Array]]:
-    """Return opcode and result of each copy, concatenation, gather or transpose that an instruction writes to memory.
-
-    A fusion writes what its results are computed from element by element. A transpose inside a product moves nothing,
-    nor does a copy between the memories of a TPU change an order.
-    """
-    if instruction.work != "fusion":
-        is_move = instruction.work == "copy" and instruction.operand_arrays[0].space != instruction.results[0].space
-        return [(instruction.work, instruction.results[0])] if instruction.work in REARRANGING and not is_move else []
-    (inner,), found = instruction.called("calls"), list[tuple[str, Array]]()
-    needed = {inner.root}  # to compute the results' elements
-    for step in reversed(inner.instructions.values()):
-        if step in needed and step.opcode in (*REARRANGING, "fusion"):
-            found += rearranged(step)
-        elif step in needed and step.opcode not in REDUCING:
-            needed.update(step.operands)
     return found
 
 

@@ -26,8 +26,9 @@ from aot_engine import (
     step_text,
     weights_bytes,
 )
+from decode_step import CompiledStep, LargeCopy, Step, StepLaunch
 from jaxft.models.config import model_preset
-from jaxft.planning.compiler import Compiled, CompilerError, LargeCopy, Step, StepLaunch
+from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.targets import find_target
 
 SMALL, EIGHT_B = EngineCase("h200x1", "qwen3-0.6b", 8), EngineCase("h100x8", "qwen3-8b", 256)
@@ -61,9 +62,8 @@ def answer(
             StepLaunch("head", "fusion", round(factor * outside), round(factor * outside), False, steps),
             StepLaunch("conditional", "conditional", 0, 0, False, waits),
         ]
-        return Compiled(
-            0, 0, layers * temporaries, 0, 0, 0, [], {}, 1.0, 40.0, Step(trips, turn) if has_loop else None, copies
-        )
+        compiled = Compiled(0, 0, layers * temporaries, 0, 0, 0, [], {}, 1.0, 40.0)
+        return CompiledStep(compiled, Step(trips, turn) if has_loop else None, copies)
 
     compile_run.asked = asked
     return compile_run
@@ -165,7 +165,7 @@ def test_requests_beside_training_have_the_memory_of_the_first_policy_that_fits(
         )
         if size is None:
             raise CompilerError("RESOURCE_EXHAUSTED", is_out_of_memory=True)
-        return Compiled(0, 0, size, 0, 0, 0, [], {}, 1.0)
+        return CompiledStep(Compiled(0, 0, size, 0, 0, 0, [], {}, 1.0))
 
     case = SMALL._replace(tokens=8 * 4096, lora=True)
     memory, check = measure_fit(case, compile_run)
@@ -174,19 +174,57 @@ def test_requests_beside_training_have_the_memory_of_the_first_policy_that_fits(
     assert "GiB: " in rest_text(EngineResults(compilers={}, environment={}, fit_bytes=memory, checks=[check]))
 
 
+CARRIED = "(s32[], bf16[8,4096,128]{2,1,0}, bf16[8,8]{1,0})"
+LOOP = f"""HloModule decode
+
+%condition (c: (s32[], bf16[8,4096,128], bf16[8,8])) -> pred[] {{
+  %c = {CARRIED} parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %eight = s32[] constant(8)
+  ROOT %lt = pred[] compare(%i, %eight), direction=LT
+}}
+
+%body (c: (s32[], bf16[8,4096,128], bf16[8,8])) -> (s32[], bf16[8,4096,128], bf16[8,8]) {{
+  %c = {CARRIED} parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %pages = bf16[8,4096,128]{{2,1,0}} get-tuple-element(%c), index=1
+  %x = bf16[8,8]{{1,0}} get-tuple-element(%c), index=2
+LAYERS
+  %product = bf16[8,8]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %t = {CARRIED} tuple(%next, %pages, %product)
+}}
+
+ENTRY %main (p0: bf16[8,4096,128], p1: bf16[8,8]) -> bf16[8,8] {{
+  %p0 = bf16[8,4096,128]{{2,1,0}} parameter(0)
+  %p1 = bf16[8,8]{{1,0}} parameter(1)
+  %zero = s32[] constant(0)
+  %copy.1 = bf16[8,4096,128]{{2,1,0}} copy(%p0)
+  %carried = {CARRIED} tuple(%zero, %copy.1, %p1)
+  %while.1 = {CARRIED} while(%carried), condition=%condition, body=%body
+  ROOT %out = bf16[8,8]{{1,0}} get-tuple-element(%while.1), index=2
+}}
+"""
+"""A program that decodes on a v5e-8: it copies the pages, of eight times a key head, and reads them in each layer."""
+LAYER = (
+    '  %attend.{} = bf16[8,8]{{1,0}} custom-call(%x, %pages), custom_call_target="tpu_custom_call", '
+    'metadata={{op_name="jit(decode)/attend/pallas_call"}}'
+)
+
 COMPILER = """#!{python}
 import json, sys
+from pathlib import Path
 if "compile" not in sys.argv:
     print(json.dumps({{"jax": "0.10.2"}}))
 else:
     request = json.load(sys.stdin)
-    layers, is_step = request["run"]["model"]["num_layers"], request["pool_bytes"] > 0
-    turn = [["product", "fusion", 10**9, 10**9, False, layers], ["attend", "custom-call", 8, 8, True, layers]]
-    step = [8, turn] if is_step else None
-    copies = [["loop", "copy", "copy", "bf16[8]", 16]] if is_step else []
+    if request["hlo_file"] is not None:
+        layers = [{layer!r}.format(n) for n in range(request["run"]["model"]["num_layers"])]
+        Path(request["hlo_file"]).write_text({loop!r}.replace("LAYERS", "\\n".join(layers)))
     names = ["arguments", "outputs", "temporaries", "aliased", "flops", "bytes", "collectives", "kernels", "seconds"]
     sizes = dict(zip(names, [0, 0, 2**20, 0, 1, 1, [], {{}}, 1.0]))
-    print(json.dumps({{**sizes, "cpu_seconds": 2.0, "step": step, "copies": copies}}))
+    print(json.dumps({{**sizes, "cpu_seconds": 2.0}}))
 """
 
 
@@ -197,7 +235,7 @@ def test_one_part_is_measured_and_the_other_stays_in_the_file(tmp_path, monkeypa
     monkeypatch.setattr(aot_engine, "WARM_UPS", ())
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
-    python.write_text(COMPILER.format(python=sys.executable))
+    python.write_text(COMPILER.format(python=sys.executable, layer=LAYER, loop=LOOP))
     python.chmod(0o755)
     file = tmp_path / "aot_tpu.json"
     length = {2048: 5}
@@ -207,7 +245,7 @@ def test_one_part_is_measured_and_the_other_stays_in_the_file(tmp_path, monkeypa
     results = aot.Results.model_validate(json.loads(file.read_text()))
     assert results.temporaries_by_length == length and results.engine.is_complete
     (step,) = results.engine.steps
-    assert step.copies == [COPY] and step.attention == {"attend": 1}
+    assert [each.label for each in step.copies] == ["copy"] and step.attention == {"attend": 1}
 
     monkeypatch.setattr(aot, "CASES", ())
     assert aot.main(["tpu", "--only", "updates", *command]) == 0

@@ -3,15 +3,15 @@
 import pytest
 
 from cost import REACHED, Cost, costs, main, times_text
-from jaxft.planning.hlo import Access, Kernel, Launch, Program
+from jaxft.planning.hlo import Kernel, Launch, Program
 
 H100 = REACHED["h100"]
 BODY = "jit(gradient)/transpose(jvp(layers))/while/body/dot_general"
 
 
 def test_a_launch_takes_its_bytes_or_its_operations_and_the_launch_itself():
-    product = Launch("fusion", "fusion", (), 7, flops=72 * 10**9, reads=(Access(28, False),), op_name=BODY)
-    move = Launch("copy", "copy", (), 1, writes=(Access(28 * 10**8, False),), op_name="jit(gradient)/jvp(head)/add")
+    product = Launch("fusion", "fusion", (), 7, flops=72 * 10**9, reads=(28,), op_name=BODY)
+    move = Launch("copy", "copy", (), 1, writes=(28 * 10**8,), op_name="jit(gradient)/jvp(head)/add")
     found = costs(Program((product, move), ()), H100, 0.0)
     assert [(cost.place, cost.kind, cost.times) for cost in found] == [("layers", "product", 7), ("head", "move", 1)]
     assert [cost.seconds for cost in found] == pytest.approx([7 * (1e-4 + 1.5e-6), 1e-3 + 1.5e-6])
@@ -20,8 +20,8 @@ def test_a_launch_takes_its_bytes_or_its_operations_and_the_launch_itself():
 
 def test_attention_takes_its_operations_and_does_not_read_all_pages():
     target = "__cudnn$fmhaSoftmaxBackward"
-    kernel = Launch("bwd", "custom-call", (), 2, reads=(Access(10, False),), kernels=(Kernel(target, "bwd", 2),))
-    paged = kernel._replace(label="attend", reads=(Access(50, False), Access(7, False)), op_name="jit(f)/paged/attend")
+    kernel = Launch("bwd", "custom-call", (), 2, reads=(10,), kernels=(Kernel(target, "bwd", 2),))
+    paged = kernel._replace(label="attend", reads=(50, 7), op_name="jit(f)/paged/attend")
     paged = paged._replace(kernels=(Kernel("triton", "attend", 2),))
     found = costs(Program((kernel, paged), ()), H100, 480e9, pool_bytes=100)
     assert [(cost.place, cost.kind, cost.bytes) for cost in found] == [

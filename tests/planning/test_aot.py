@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import roofline
+from decode_step import large_copies
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
@@ -26,7 +27,7 @@ from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import Remat
 from jaxft.models.flash import PACKED_SINCE
 from jaxft.planning import compiler
-from jaxft.planning.compiler import Compiled, large_copies
+from jaxft.planning.compiler import Compiled
 from jaxft.planning.hlo import Launch, Program, read
 from jaxft.planning.plan import estimate_update
 from jaxft.planning.targets import find_target
@@ -101,10 +102,9 @@ class Case(NamedTuple):
 @cache
 def compiled(case: Case) -> tuple[Compiled, Program]:
     """Compile a program once per session; return its figures and the optimised HLO as it was read."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
         hlo = Path(folder) / "program.hlo"
-        patch.setenv(compiler.HLO_FILE, str(hlo))
-        figures = compiler.compile_program(INTERPRETER, case.run, find_target(case.target), case.program)
+        figures = compiler.compile_program(INTERPRETER, case.run, find_target(case.target), case.program, hlo)
         return figures, read(hlo.read_text())
 
 

@@ -1,17 +1,17 @@
 """A step of decoding, read from programs with pages of keys: one written by hand, two as compilers made them.
 
-The latter are one layer and a head with the widths of Qwen3-0.6B and a small vocabulary, for 32 rows (`data/`, from
-which kernels' code, source locations and tuning were cut).
+The latter are one layer and a head with the widths of Qwen3-0.6B and a small vocabulary, for 32 rows
+(`tests/planning/data`, from which kernels' code, source locations and tuning were cut).
 """
 
 from pathlib import Path
 
 import pytest
 
-from jaxft.planning.compiler import LargeCopy, decode_step, large_copies, main_loop
-from jaxft.planning.hlo import CACHED_BYTES, read
+from decode_step import CACHED_BYTES, LargeCopy, decode_step, large_copies, main_loop
+from jaxft.planning.hlo import read
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "planning" / "data"
 PAGES = "bf16[2,64,64,16]{3,2,1,0}"  # [kv heads, pages, tokens, head width]: 256 KiB
 POOL_BYTES = 2 * 64 * 64 * 16 * 2
 TABLE = "s32[4,16]{1,0}"
@@ -86,7 +86,7 @@ def test_a_step_is_one_turn_without_the_bytes_of_attention():
 
 
 def test_arrays_of_a_step_in_the_cache_are_not_far():
-    step = decode_step(read(DECODE, cached_bytes=4096), POOL_BYTES)
+    step = decode_step(read(DECODE), POOL_BYTES, cached_bytes=4096)
     # The first product writes a cached array, which attention and the update read; attention's result is read.
     assert step.far_bytes == 3 * 4 + (X + W) + (W + X) + ROWS + X
     assert step.attention_bytes == TABLE_BYTES
@@ -109,9 +109,9 @@ def test_large_copies_name_their_place():
 
 @pytest.mark.parametrize(("name", "cached_bytes"), [("h200_pages", CACHED_BYTES), ("v5e_pages", 0)])
 def test_a_compiled_step_reads_its_weights_once_and_copies_no_pages(name, cached_bytes):
-    program = read((DATA / f"{name}.hlo").read_text(), cached_bytes)
+    program = read((DATA / f"{name}.hlo").read_text())
     pool = 8 * 512 * 64 * 128 * 2
-    step = decode_step(program, pool)
+    step = decode_step(program, pool, cached_bytes)
     weights = 2 * 1024 * (4096 + 2048 + 6144 + 3072 + 32768)
     assert step.trips == 8 and large_copies(program, pool // 100) == []
     assert step.far_bytes == pytest.approx(weights, rel=0.003)
