@@ -7,7 +7,9 @@ epoch has five sums for every house, by the weights of the tasks. A walk has som
 reward of up to 20, a sum three tokens and a reward of about 1: advantages are within the groups of a task, so that
 neither drowns the other.
 
-From random weights: a supervised warm start on careless answers to both tasks, then GRPO. Scores by task are printed.
+From random weights: a supervised warm start on careless answers to both tasks, then GRPO. At the end greedy answers to
+half of the held-out sums are right, from 0.3 after the warm start, and games have all of the best possible return, from
+0.3 of it. 23 minutes on two busy CPU cores.
 """
 
 import argparse
