@@ -7,7 +7,7 @@ import asyncio
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from typing import Any, Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from jaxft.errors import RequestError
 from jaxft.rollout.calls import Reply
@@ -15,14 +15,23 @@ from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.current import find_episode
 from jaxft.rollout.messages import Message, Tool
 
+M = TypeVar("M")
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def _blocking(
-    chat: Callable[Concatenate["LanguageModel", P], Coroutine[Any, Any, Reply]],
-) -> Callable[Concatenate["LanguageModel", P], Reply]:
+UNSET = ("tools", "tool_choice", "stop", "stop_token_ids")
+"""Arguments of `chat` that are left out of the request where they are None."""
+
+
+def blocking(
+    chat: Callable[Concatenate[M, P], Coroutine[Any, Any, R]],
+    close: Callable[[M], Coroutine[Any, Any, None]] | None = None,
+) -> Callable[Concatenate[M, P], R]:
+    """Return a method that blocks until the reply of `chat`; outside of episodes, `close` is awaited after it."""
+
     @functools.wraps(chat, assigned=())
-    def chat_sync(self: "LanguageModel", /, *args: P.args, **kwargs: P.kwargs) -> Reply:
+    def chat_sync(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """`chat` for code that cannot await, such as a workflow that is a plain function: blocks until the reply.
 
         Raises:
@@ -38,9 +47,19 @@ def _blocking(
                 "chat_sync waits for its reply, and this thread runs an event loop, which could not answer meanwhile: "
                 "write `await llm.chat(...)` here, or make the workflow a plain function (def), which runs in a thread"
             )
-        call: Coroutine[Any, Any, Reply] = getattr(self, chat.__name__)(*args, **kwargs)  # a subclass may have its own
+        call: Coroutine[Any, Any, R] = getattr(self, chat.__name__)(*args, **kwargs)  # a subclass may have its own
         episode = find_episode()
-        return asyncio.run(call) if episode is None else episode.wait_for(call)
+        if episode is not None:
+            return episode.wait_for(call)
+
+        async def alone() -> R:
+            try:
+                return await call
+            finally:
+                if close is not None:
+                    await close(self)
+
+        return asyncio.run(alone())
 
     return chat_sync
 
@@ -99,41 +118,17 @@ class LanguageModel(ABC):
             CancelledError: the episode has ended already: it took longer than `eval.general.timeout_seconds`, or the
                 run is ending.
         """
+        given = {name: value for name, value in locals().items() if name in ChatRequest.__dataclass_fields__}
         if max_tokens is not None and max_completion_tokens is not None and max_tokens != max_completion_tokens:
             raise RequestError(
                 f"max_tokens is {max_tokens} and max_completion_tokens {max_completion_tokens}; give one of them",
                 param="max_completion_tokens",
             )
-        request = ChatRequest(
-            messages=messages,
-            tools=() if tools is None else tools,
-            tool_choice="auto" if tool_choice is None else tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            temperature=temperature,
-            max_tokens=max_tokens if max_completion_tokens is None else max_completion_tokens,
-            n=n,
-            seed=seed,
-            stop=() if stop is None else stop,
-            include_stop=include_stop,
-            stop_token_ids=() if stop_token_ids is None else stop_token_ids,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            logit_bias=logit_bias,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            top_logprobs=top_logprobs,
-            response_format=response_format,
-            guided_regex=guided_regex,
-            guided_grammar=guided_grammar,
-            min_tokens=min_tokens,
-            ignore_eos=ignore_eos,
-            chat_template_kwargs=chat_template_kwargs,
-        )
-        return await self.answer(request)
+        given["max_tokens"] = max_tokens if max_completion_tokens is None else max_completion_tokens
+        arguments = {name: value for name, value in given.items() if value is not None or name not in UNSET}
+        return await self.answer(ChatRequest(**arguments))
 
-    chat_sync = _blocking(chat)
+    chat_sync = blocking(chat)
 
     async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[Delta | Reply, None]:
         """Yield the pieces of the answers as they are sampled, and at the end the reply.

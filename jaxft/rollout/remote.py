@@ -6,12 +6,11 @@ completions are recorded, streamed ones too; all other requests pass unrecorded.
 """
 
 import asyncio
-import functools
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 import openai
 
@@ -19,11 +18,11 @@ from jaxft.errors import ComponentError, RemoteModelError, one_line
 from jaxft.rollout.calls import RemoteCall
 from jaxft.rollout.current import find_episode
 from jaxft.rollout.frameworks import Connection, RemoteModel
+from jaxft.rollout.language_model import blocking
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import Episode
 from jaxft.rollout.transport import http_library
 
-P = ParamSpec("P")
 _http: Any = http_library()
 
 _RECORDING = "jaxft_recording"
@@ -56,41 +55,6 @@ class RemoteReply:
             return {"role": "assistant", "content": self.content}
         calls = [call.as_message() for call in self.tool_calls]
         return {"role": "assistant", "content": self.content or None, "tool_calls": calls}
-
-
-def _blocking(
-    chat: Callable[Concatenate["RemoteClient", P], Coroutine[Any, Any, RemoteReply]],
-) -> Callable[Concatenate["RemoteClient", P], RemoteReply]:
-    @functools.wraps(chat, assigned=())
-    def chat_sync(self: "RemoteClient", /, *args: P.args, **kwargs: P.kwargs) -> RemoteReply:
-        """`chat` for code that cannot await, such as a workflow that is a plain function: blocks until the reply.
-
-        Raises:
-            RuntimeError: an event loop runs in this thread, and all episodes would wait with it.
-            CancelledError: the episode has ended.
-        """
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            pass
-        else:
-            raise RuntimeError(
-                "chat_sync blocks its thread until the reply, and this thread runs an event loop: write "
-                "`await llm.chat(...)` here, or make the workflow a plain function (def), which runs in a thread"
-            )
-        episode = find_episode()
-        if episode is not None:
-            return episode.wait_for(chat(self, *args, **kwargs))
-
-        async def alone() -> RemoteReply:
-            try:
-                return await chat(self, *args, **kwargs)
-            finally:
-                await self.close()
-
-        return asyncio.run(alone())
-
-    return chat_sync
 
 
 class RemoteClient(RemoteModel):
@@ -190,8 +154,6 @@ class RemoteClient(RemoteModel):
             )
         return _reply(completion)
 
-    chat_sync = _blocking(chat)
-
     def openai_client(self) -> openai.AsyncOpenAI:
         """Return a new `AsyncOpenAI` whose chat completions are recorded; the caller closes it."""
         return openai.AsyncOpenAI(**self._settings, http_client=self.http_client())
@@ -243,6 +205,8 @@ class RemoteClient(RemoteModel):
             client = self._clients.pop(asyncio.get_running_loop(), None)
         if client is not None:
             await client.close()
+
+    chat_sync = blocking(chat, close)
 
     def _client(self) -> openai.AsyncOpenAI:
         """Return the client of the running event loop."""
