@@ -325,10 +325,14 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         return self.model_copy(update=own | ({} if rate is None else {"optimizer": given.with_rate(rate)}))
 
     def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
-        """Return the faults of functions of one's own, as far as their parameters and shapes tell."""
-        if not (self.loss.is_own or self.optimizer.is_own):
-            return []
-        faults = training.check_signatures(self.loss.for_context(1), self.optimizer)
+        """Return the faults of functions of one's own, as far as their parameters and shapes tell, and of tasks."""
+        tasks, faults = config.finetuning.per_task, list[tuple[str, str]]()
+        for task in self.loss.per_task or ():
+            if task not in tasks:
+                near = did_you_mean(task, tasks, what="there")
+                faults.append((f"loss.per_task.{task}", f"is not in 'finetuning.per_task'{near}"))
+        if self.loss.is_own or self.optimizer.is_own:
+            faults += training.check_signatures(self.loss.for_context(1), self.optimizer)
         return [(f"trainer_adapters.{name}.{field}", message) for field, message in faults]
 
     def for_context(self, max_context_tokens: int) -> "LocalTrainerAdapterConfig":

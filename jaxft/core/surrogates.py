@@ -26,6 +26,10 @@ COVARIANCE_BOUNDS = (1.0, 5.0)
 """Covariances, in nats, between which Clip-Cov draws tokens (arXiv 2505.22617; verl's defaults)."""
 
 
+Bound = float | Float[Array, "B T"]
+"""A clip: one for all tokens, or a table with one for each."""
+
+
 class SurrogateInputs(NamedTuple):
     """Tables and bounds that a surrogate reads; anything may stand where `mask` is False, but in the ratios."""
 
@@ -35,8 +39,8 @@ class SurrogateInputs(NamedTuple):
     old_logprobs: Float[Array, "B T"]
     advantages: Float[Array, "B #T"]
     mask: Bool[Array, "B T"]
-    clip_low: float
-    clip_high: float
+    clip_low: Bound
+    clip_high: Bound
     delta: float | None
     selected: Bool[Array, "B T"] | None
     cov_kl_coef: float
@@ -82,8 +86,8 @@ def select_tokens(
 def clipped_surrogate(
     ratio: Float[Array, "B #T"],
     advantages: Float[Array, "B #T"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: Bound,
+    clip_high: Bound,
     delta: float | None = None,
 ) -> Float[Array, "B #S"]:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token (PPO, arXiv 1707.06347 eq. 7); optional dual clip.
@@ -116,7 +120,7 @@ def gated_surrogate(
 
 
 def one_sided_clip(
-    log_ratio: Float[Array, "B T"], advantages: Float[Array, "B #T"], clip_low: float, clip_high: float
+    log_ratio: Float[Array, "B T"], advantages: Float[Array, "B #T"], clip_low: Bound, clip_high: Bound
 ) -> Float[Array, "B T"]:
     """Clip log-ratios at `clip_high` where `A > 0` and at `-clip_low` elsewhere (GMPO, arXiv 2507.20673).
 

@@ -32,7 +32,7 @@ from jaxft.harness.data_models import Trajectory, TrajectoryCollection
 from jaxft.harness.functions import Function
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.training.batch import CollectedRewards, TrainingBatch
-from jaxft.training.config import DistillationConfig, LossConfig, reads
+from jaxft.training.config import BY_TASK, DistillationConfig, LossConfig, reads
 from jaxft.training.rows import (
     JobRows,
     gather_examples,
@@ -107,7 +107,8 @@ def gather(
         return gather_examples(collection, template, loss.min_reward, llm), None
     usable = with_usable_rewards(collection.trajectories, loss, unusable)
     collection = collection.model_copy(update={"trajectories": usable})
-    data = gather_rows(collection, llm=llm, mask_truncated=loss.mask_truncated)
+    masks = {task: loss.of_task(task).mask_truncated for task in loss.per_task or ()}
+    data = gather_rows(collection, llm=llm, mask_truncated=loss.mask_truncated, task_masks=masks)
     rewards = collect_rewards(data.groups, loss, llm)
     return data._replace(metrics=data.metrics | rewards.metrics), rewards
 
@@ -135,12 +136,15 @@ def collect_rewards(
         has_own_reward = np.array([_has_own_reward(trajectory, loss) for trajectory in trajectories])
         rewards = np.where(has_own_reward, rewards, weighted_sum(table, weights))
     steps = _step_table(groups, rewards)
-    if loss.overlong_buffer_tokens is not None and loss.max_completion_tokens is not None:
-        lengths = [
-            sum(sum(row.completion_mask) for row in trajectory.sequences or () if llm is None or row.llm in (None, llm))
-            for trajectory in trajectories
-        ]
-        penalty = soft_overlong_punishment(np.array(lengths), loss.max_completion_tokens, loss.overlong_buffer_tokens)
+    tasks = tuple(trajectory.task for trajectory in trajectories)
+    penalized = {task: own for task in dict.fromkeys(tasks) if (own := loss.of_task(task)).overlong_buffer_tokens}
+    if penalized:
+        lengths = np.array([_length(trajectory, llm) for trajectory in trajectories])
+        penalty = np.zeros(len(lengths))
+        for task, own in penalized.items():
+            is_own = np.array([each == task for each in tasks])
+            limits = own.max_completion_tokens or 0, own.overlong_buffer_tokens or 0
+            penalty[is_own] = soft_overlong_punishment(lengths[is_own], *limits)
         rewards = rewards + penalty
         if steps is not None:  # the last step determines the length, so it takes the penalty
             last = np.maximum((~np.isnan(steps)).sum(axis=1) - 1, 0)
@@ -151,9 +155,8 @@ def collect_rewards(
         rewards[has_steps] = np.nan
         if named is not None:
             named[has_steps] = np.nan
-    tasks = tuple(trajectory.task for trajectory in trajectories)
     collected = CollectedRewards(rewards, group_ids, named, steps, metrics, names, tasks)
-    if loss.reward_weights is not None or loss.overlong_buffer_tokens is not None or steps is not None:
+    if loss.reward_weights is not None or penalized or steps is not None:
         trained = _rewards_to_go(collected, loss)[:, 0]
         if (known := trained[~np.isnan(trained)]).size:
             found = {"mean": known.mean(), "min": known.min(), "max": known.max()}
@@ -212,6 +215,12 @@ def _rewards_of_names(trajectory: Trajectory, names: Iterable[str]) -> list[floa
     return [math.nan if (reward := given.get(name)) is None else reward for name in names]
 
 
+def _length(trajectory: Trajectory, llm: str | None) -> int:
+    """Return the number of tokens that a language model, or any for None, chose in a trajectory."""
+    rows = trajectory.sequences or ()
+    return sum(sum(row.completion_mask) for row in rows if llm is None or row.llm in (None, llm))
+
+
 def _step_table(groups: Sequence[Sequence[Trajectory]], outcomes: np.ndarray) -> np.ndarray | None:
     """Return the rewards `[trajectory, turn]` of the groups that have step rewards; None if no group has any.
 
@@ -257,6 +266,9 @@ def compute_advantages(
     """
     trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
     mask = job.per_token(job.batch.completion_mask)
+    losses = {task: dict(loss.of_task(task)) for task in dict.fromkeys(credit.tasks or (None,))}
+    of_trajectory = [losses[task] for task in credit.tasks or (None,) * len(credit.rewards)]
+    options = {name: np.array([own[name] for own in of_trajectory], np.float64) for name in ("weight", *BY_TASK[:3])}
     k1 = np.zeros(len(mask))
     if loss.kl_weight and loss.kl == "k1_in_reward":
         scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
@@ -264,6 +276,7 @@ def compute_advantages(
         k1 = np.where(mask, old - ref, 0.0)
         trained = k1[mask]
         metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
+        k1 *= options["beta"][trajectories]
     computed: dict[str, np.ndarray] = {}
     if loss.is_per_token:
         computed = _advantages_per_token(job, credit, mask, k1, loss)
@@ -276,6 +289,8 @@ def compute_advantages(
     if loss.distillation is not None:
         computed["advantages"], of_teacher = _add_distillation(job, computed["advantages"], mask, loss.distillation)
         metrics |= of_teacher
+    computed["advantages"] = computed["advantages"] * options["weight"][trajectories]
+    computed |= {name: options[name][trajectories] for name in loss.task_tables}
     if loss.averaged_over == "trajectories":
         computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
     if loss.distillation is None or loss.distillation.is_sampled:  # in the loss, a teacher teaches every group
@@ -370,7 +385,7 @@ def _own_step_advantages(job: TrainingBatch, credit: CollectedRewards, k1: np.nd
     steps[~has_steps, 0] = credit.rewards[~has_steps]
     turns = np.where(has_steps[trajectories], job.per_token(job.turns, shared=-1), 0)
     has_turn = turns >= 0
-    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
+    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), k1[has_turn])
     found = _own_advantages(job, credit, loss, steps.shape, rewards=credit.rewards, step_rewards=steps)
     found = np.where(np.isnan(steps), 0.0, found)
     return np.where(has_turn, found[trajectories, turns], 0.0)
@@ -381,7 +396,7 @@ def _advantages_per_step(job: TrainingBatch, credit: CollectedRewards, k1: np.nd
     step_rewards = credit.step_rewards
     turns, trajectories = job.per_token(job.turns, shared=-1), job.trajectories[job.places[0]]
     has_turn, steps = (turns >= 0) & ~np.isnan(step_rewards).all(axis=1)[trajectories], step_rewards.copy()
-    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), loss.kl_weight * k1[has_turn])
+    np.subtract.at(steps, (trajectories[has_turn], turns[has_turn]), k1[has_turn])
     advantages = np.zeros(len(turns))
     estimator: Any = loss.estimator
     is_own = isinstance(estimator, Function)  # which sees all tasks at once
@@ -402,7 +417,7 @@ def _advantages_per_trajectory(
         return np.asarray(normalize_then_sum(credit.named_rewards, credit.group_ids, weights))
     divergence = np.zeros(len(credit.rewards))
     np.add.at(divergence, job.trajectories, [span.sum() for span in _split(job, k1)])
-    rewards = credit.rewards - loss.kl_weight * divergence
+    rewards = credit.rewards - divergence
     if isinstance(loss.estimator, str):
         estimate = partial(estimate_advantages, estimator=loss.estimator)
         return _within_tasks(credit.tasks, estimate, rewards, credit.group_ids)
@@ -425,7 +440,7 @@ def _advantages_per_token(
     if credit.step_rewards is not None:
         turns, steps = _split(job, job.per_token(job.turns, shared=-1)), credit.step_rewards[job.trajectories]
         rewards += rows(np.concatenate([_step_rewards(*each) for each in zip(turns, steps, strict=True)]))
-    rewards, found = rewards - loss.kl_weight * rows(k1), {}
+    rewards, found = rewards - rows(k1), {}
     if isinstance(loss.estimator, Function):
         tables = {"token_rewards": rewards, "completion_mask": trained, "rewards": credit.rewards}
         found["advantages"] = _own_advantages(job, credit, loss, trained.shape, **tables)[job.places]

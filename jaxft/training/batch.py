@@ -541,4 +541,5 @@ def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_ol
         trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
         selected=whole.astype(np.bool_) if loss.selects_tokens else None,
         observation_mask=whole.astype(np.bool_) if loss.observation_coef else None,
+        **dict.fromkeys(loss.task_tables, floats),
     )

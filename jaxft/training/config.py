@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, Field, PlainSerializer, field_validator, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, ValidationError, field_validator, model_validator
 
+from jaxft.errors import one_line
 from jaxft.harness.config_types import ConfigModel, PathOrName, check_reference, config_error, entries
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 
@@ -325,6 +326,12 @@ class LossConfig(ConfigModel):
         default="sum_then_normalize", description="Sum the named rewards, or first normalise each within its group."
     )
 
+    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="Factor of advantages, for per_task.")
+    per_task: dict[str, dict[str, Any]] | None = Field(
+        default=None,
+        description="Other values of weight, clip_low, clip_high, beta, mask_truncated, max_completion_tokens (of the "
+        "length penalty) and overlong_buffer_tokens by task, an entry of finetuning.per_task; null: none.",
+    )
     preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Settings of dpo.")
     min_reward: float | None = Field(
         default=None,
@@ -368,6 +375,12 @@ class LossConfig(ConfigModel):
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
     @property
+    def task_tables(self) -> tuple[str, ...]:
+        """Options that some task has otherwise and that an update reads by token."""
+        names = ("clip_low", "clip_high", *(("beta",) if self.kl != "k1_in_reward" else ()))
+        return tuple(name for name in names if any(name in own for own in (self.per_task or {}).values()))
+
+    @property
     def is_own(self) -> bool:
         """True if the loss or the estimator is a function of one's own."""
         return self.function is not None or isinstance(self.estimator, Function)
@@ -405,6 +418,18 @@ class LossConfig(ConfigModel):
         if self.max_completion_tokens is not None or (self.aggregation or self.name) not in ("constant", "dr_grpo"):
             return self
         return self.model_copy(update={"max_completion_tokens": max_context_tokens})
+
+    def of_task(self, task: str | None) -> "LossConfig":
+        """Return the loss of a task.
+
+        >>> loss = LossConfig(name="dapo", clip_high=0.3, per_task={"long": {"clip_high": 0.4}})
+        >>> [loss.of_task(task).clip_high for task in ("long", "short", None)]
+        [0.4, 0.3, 0.3]
+        """
+        if not self.per_task:
+            return self
+        given = {name: dict(self)[name] for name in self.model_fields_set - {"per_task"}}
+        return LossConfig.model_validate(given | (self.per_task or {}).get(task or "", {}))
 
     def for_staleness(self, max_staleness: int) -> "LossConfig":
         """Return the loss with the correction that it has on episodes of up to `max_staleness` versions before.
@@ -461,6 +486,21 @@ class LossConfig(ConfigModel):
         return self
 
     @model_validator(mode="after")
+    def _tasks_fit(self) -> "LossConfig":
+        for task, own in (self.per_task or {}).items():
+            for name in own:
+                if name not in BY_TASK:
+                    known = ", ".join(BY_TASK)
+                    raise config_error(f"per_task.{task}.{name} is one for all tasks: by task there are {known}")
+                if name in BY_TASK[:3] and not dict(self)[name]:
+                    raise config_error(f"per_task.{task}.{name}: set {name} of the loss, too, for the other tasks")
+            try:
+                self.of_task(task)
+            except ValidationError as error:
+                raise config_error(f"per_task.{task}: {one_line(error)}") from None
+        return self
+
+    @model_validator(mode="after")
     def _fits_together(self) -> "LossConfig":
         if (self.name == "ppo") != (self.estimator == "gae"):
             raise config_error("ppo needs advantages 'gae', and 'gae' needs ppo: no other loss trains a value head")
@@ -488,6 +528,17 @@ class LossConfig(ConfigModel):
             )
         return self
 
+
+BY_TASK = (
+    "clip_low",
+    "clip_high",
+    "beta",
+    "weight",
+    "mask_truncated",
+    "max_completion_tokens",
+    "overlong_buffer_tokens",
+)
+"""Fields that a task may have otherwise; the first three enter an update as tables."""
 
 POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("preference", "min_reward"))
 """Fields that policy losses read, and dpo and sft do not."""

@@ -156,7 +156,8 @@ class Learner:
         # Log-probabilities of earlier weights may differ; the correction weighs them, and versions tell foreign ones.
         largest_fraction = math.inf if max_staleness else max_disagreeing_fraction
         limits = (max_sampler_diff, largest_fraction) if loss.is_policy_loss else None
-        unweighted = loss.model_copy(update={"reward_weights": None})  # not the update's, and no dict can be hashed
+        dicts = dict.fromkeys(("reward_weights", "per_task"))  # which are not the update's, and cannot be hashed
+        unweighted = loss.model_copy(update=dicts)
         self.teacher = teacher
         self._has_teacher_rows = loss.distillation is not None and bool(loss.distillation.templates)
         is_sampled = loss.distillation is not None and loss.distillation.is_sampled

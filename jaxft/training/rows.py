@@ -100,13 +100,16 @@ class JobRows(NamedTuple):
         )
 
 
-def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: bool) -> JobRows:
+def gather_rows(
+    collection: TrajectoryCollection, *, llm: str, mask_truncated: bool, task_masks: Mapping[str, bool] = {}
+) -> JobRows:
     """Return the rows of the scorable trajectories for a policy loss, by (example, generation).
 
     Args:
         collection: groups of trajectories.
         llm: the language model whose sequences are trained; those of others are counted.
         mask_truncated: True to leave out sequences that a length limit cut.
+        task_masks: the same for tasks that have it otherwise.
 
     Raises:
         NothingToTrain: no row has a token to train.
@@ -121,7 +124,7 @@ def gather_rows(collection: TrajectoryCollection, *, llm: str, mask_truncated: b
         for sequence in (trajectory.sequences or ()) if trajectory.scorable else ():
             if sequence.llm not in (None, llm):
                 foreign += 1
-            elif not (sequence.truncated and mask_truncated):
+            elif not (sequence.truncated and task_masks.get(trajectory.task or "", mask_truncated)):
                 check_sampled(trajectory, sequence)
                 rows.append(Row(sequence, number))
     unscorable = sum(not trajectory.scorable for trajectory in trajectories)

@@ -111,7 +111,7 @@ def bind_loss(function: Function, options: Mapping[str, Any]) -> PolicyLoss:
     ) -> tuple[Array, Metrics]:
         given = {"logprobs": logprobs, "advantages": advantages, "completion_mask": completion_mask, **tables}
         given["old_logprobs"] = jax.lax.stop_gradient(logprobs) if old_logprobs is None else old_logprobs
-        returned = function.call(**function.select_keywords(given), **options)
+        returned = function.call(**{**options, **function.select_keywords(given)})
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], dict)):
             raise TypeError(f"returned {type(returned).__name__}; wanted (loss, metrics), metrics a dict")
         value, metrics = returned

@@ -38,6 +38,16 @@ def test_a_kl_in_the_reward_is_none_in_the_loss():
         ({"name": "dapo", "cov_fraction": 0.3}, "dapo has no cov_fraction"),
         ({"name": "dppo_tv", "delta": 5.0}, "'dppo_tv' has no clipped surrogate"),
         ({"advantages": "max_rl", "beta": 0.1, "kl": "k1_in_reward"}, "'max_rl' would divide beta by"),
+        ({"per_task": {"a": {"name": "gspo"}}}, "per_task.a.name is one for all tasks"),
+        ({"per_task": {"a": {"advantages": "batch"}}}, "advantages is one for all tasks"),
+        (
+            {"name": "sapo", "per_task": {"a": {"clip_high": 0.3}}},
+            "per_task.a.clip_high: set clip_high of the loss, too",
+        ),
+        ({"per_task": {"a": {"beta": 0.1}}}, "per_task.a.beta: set beta of the loss, too"),
+        ({"clip_high": 0.2, "per_task": {"a": {"clip_high": -1}}}, "per_task.a: .*clip_high .*greater than 0"),
+        ({"per_task": {"a": {"overlong_buffer_tokens": 4}}}, "per_task.a: .*overlong_buffer_tokens needs"),
+        ({"name": "sft", "per_task": {"a": {}}}, "sft has no per_task"),
     ],
 )
 def test_knobs_that_cannot_be_are_refused_before_anything_is_trained(knobs, message):

@@ -332,7 +332,9 @@ def test_scores_are_the_same_in_any_microbatches(job, start):
 
 
 def test_weights_of_rewards_are_no_matter_of_the_update():
-    first, second = (Learner(MODEL, LossConfig(reward_weights={"right": x}), SGD) for x in (1.0, 2.0))
+    first, second = (
+        Learner(MODEL, LossConfig(reward_weights={"right": x}, per_task={"a": {"weight": x}}), SGD) for x in (1.0, 2.0)
+    )
     assert first._update is second._update
 
 
@@ -399,6 +401,10 @@ def test_results_of_tools_are_learned_without_any_reward(start, make_sequence):
         {"name": "clip_cov", "observation_coef": 0.1, "advantages": "optimal_token"},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
+        pytest.param(
+            {"name": "dapo", "beta": 0.1, "clip_low": 0.2, "per_task": {"a": {"clip_low": 0.1, "beta": 0.0}}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_warm_up_changes_nothing_and_no_job_compiles_after_it(job, start, loss, monkeypatch):
