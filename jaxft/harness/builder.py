@@ -214,6 +214,15 @@ class Builder(ConfigBuilder):
         self._tasks.check(made, section)
         return made
 
+    async def make(self, name: str, config: ComponentConfig) -> Any:
+        """Return a component within the one that is being made, such as a dataset of a mixture.
+
+        Args:
+            name: its path from there, as in `datasets.words`.
+            config: its configuration.
+        """
+        return await self._once(f"{_being_made.get()[-1]}.{name}", config)
+
     async def open(self) -> None:
         """Make the components of every run: first the datasets, which are quick, then workflow and evaluators."""
         await self.get_dataset()

@@ -55,19 +55,18 @@ from jaxft.harness.datasets import dataset_for_file
 from jaxft.harness.evaluators import weighted_sum_faults
 from jaxft.harness.registry import (
     REGISTRY,
-    DatasetConfig,
     EvaluatorConfig,
     LLMConfig,
     TrainerAdapterConfig,
     TrainerConfig,
     TrajectoryBuilderConfig,
-    WorkflowConfig,
     chosen_by_type,
     import_installed,
     import_module,
     locate_module,
 )
 from jaxft.harness.strict_yaml import dump_yaml
+from jaxft.harness.tasks import AnyDataset, AnyWorkflow
 from jaxft.redaction import map_texts, redacted
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
 from jaxft.runs.files import CONFIG_FILE
@@ -75,9 +74,7 @@ from jaxft.runs.files import CONFIG_FILE
 Model = TypeVar("Model", bound=BaseModel)
 
 AnyLLM = Annotated[SerializeAsAny[LLMConfig], chosen_by_type(LLMConfig)]
-AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], chosen_by_type(WorkflowConfig)]
 AnyEvaluator = Annotated[SerializeAsAny[EvaluatorConfig], chosen_by_type(EvaluatorConfig)]
-AnyDataset = Annotated[SerializeAsAny[DatasetConfig], chosen_by_type(DatasetConfig)]
 AnyTrajectoryBuilder = Annotated[SerializeAsAny[TrajectoryBuilderConfig], chosen_by_type(TrajectoryBuilderConfig)]
 AnyTrainerAdapter = Annotated[SerializeAsAny[TrainerAdapterConfig], chosen_by_type(TrainerAdapterConfig)]
 AnyTrainer = Annotated[SerializeAsAny[TrainerConfig], chosen_by_type(TrainerConfig)]

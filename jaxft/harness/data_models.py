@@ -358,7 +358,7 @@ class FinetuneConfig(ConfigModel):
     task_key: str = Field(
         default="task_name",
         min_length=1,
-        description="Column of the dataset with the task of a row; read with per_task.",
+        description="Column of the dataset with the task of a row, which per_task and mixtures read.",
     )
     per_task: dict[str, TaskConfig] = Field(
         default={},

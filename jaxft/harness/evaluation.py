@@ -31,7 +31,7 @@ from jaxft.harness.evaluators import (
 from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes, part_of_process
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.harness.supervision import Supervisor, is_async, named
-from jaxft.harness.tasks import Tasks
+from jaxft.harness.tasks import Tasks, workflow_of
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode
@@ -322,13 +322,14 @@ class Evaluation:
         has_agent_failed = False
         try:
             with user_code(), recording(episode):
+                workflow = workflow_of(self._workflow, item.full_dataset_entry)
                 # A copy, as an episode that changes its row must not change the row of another episode.
                 episode.input_obj = copy.deepcopy(item.input_obj)
                 output = await self.supervisor.run(
-                    self._workflow,
+                    workflow,
                     copy.deepcopy(item.full_dataset_entry),
                     name=named(episode),
-                    run_in_thread=not is_async(self._workflow),
+                    run_in_thread=not is_async(workflow),
                     seconds=self._timeout_seconds,
                     late="the workflow gave no output",
                 )

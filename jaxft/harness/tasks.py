@@ -4,11 +4,21 @@ The tasks are the entries of `finetuning.per_task`, and a column of the dataset 
 `mixture` joins one dataset for each task, and the workflow `per_task` runs the workflow of the row's task.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
-from jaxft.errors import ConfigError, did_you_mean
+from pydantic import Field, SerializeAsAny
+
+from jaxft.errors import ConfigError, DatasetError, did_you_mean
 from jaxft.harness.data_models import EvalInputItem, FinetuneConfig, TaskConfig
+from jaxft.harness.datasets import checked_items
+from jaxft.harness.registry import (
+    DatasetConfig,
+    WorkflowConfig,
+    chosen_by_type,
+    register_dataset_loader,
+    register_workflow,
+)
 
 
 class Tasks(NamedTuple):
@@ -40,3 +50,69 @@ class Tasks(NamedTuple):
 def tasks_of(config: FinetuneConfig) -> Tasks:
     """Return the tasks of a configuration."""
     return Tasks(config.task_key, config.per_task)
+
+
+AnyDataset = Annotated[SerializeAsAny[DatasetConfig], chosen_by_type(DatasetConfig)]
+AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], chosen_by_type(WorkflowConfig)]
+
+
+class MixtureConfig(DatasetConfig, name="mixture"):
+    """The rows of several datasets, each with its task in the column `finetuning.task_key`; ids are TASK/ID."""
+
+    datasets: dict[str, AnyDataset] = Field(min_length=1, description="The datasets, by the name of their task.")
+
+
+@register_dataset_loader(config_type=MixtureConfig)
+async def mixture(config: MixtureConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
+    """Yield the examples of all datasets.
+
+    Raises:
+        DatasetError: rows have another value in the column of the task.
+    """
+    key, joined = builder.config.finetuning.task_key, list[EvalInputItem]()
+    for task, dataset in config.datasets.items():
+        for item in checked_items(await builder.make(f"datasets.{task}", dataset), f"datasets.{task}"):
+            row = {key: task} | item.full_dataset_entry
+            if row[key] != task:
+                fault = (
+                    f"row '{item.id}' has a column '{key}' with another value: give finetuning.task_key another name"
+                )
+                raise DatasetError(f"datasets.{task}: {fault}")
+            joined.append(item.model_copy(update={"id": f"{task}/{item.id}", "full_dataset_entry": row}))
+    yield joined
+
+
+class WorkflowPerTaskConfig(WorkflowConfig, name="per_task"):
+    """The workflow of the task that a row is of."""
+
+    workflows: dict[str, AnyWorkflow] = Field(min_length=1, description="The workflows, by the name of their task.")
+
+
+class WorkflowPerTask(NamedTuple):
+    """The workflows of several tasks, by the value in the column `key` of a row."""
+
+    key: str
+    workflows: Mapping[str, Callable[[dict[str, Any]], Any]]
+
+    def __call__(self, row: dict[str, Any]) -> Any:
+        """Return what the workflow of the row's task returns."""
+        return self.workflows[str(row.get(self.key))](row)
+
+
+def workflow_of(workflow: Callable[..., Any], row: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the workflow that runs a row: that of its task if there are several."""
+    return workflow.workflows[str(row.get(workflow.key))] if isinstance(workflow, WorkflowPerTask) else workflow
+
+
+@register_workflow(config_type=WorkflowPerTaskConfig)
+async def workflow_per_task(config: WorkflowPerTaskConfig, builder: Any) -> AsyncIterator[WorkflowPerTask]:
+    """Yield the workflows of all tasks.
+
+    Raises:
+        ConfigError: a task of the run has none.
+    """
+    finetuning = builder.config.finetuning
+    for name in finetuning.per_task.keys() - config.workflows.keys():
+        raise ConfigError([f"workflow.workflows: has no '{name}', a task of finetuning.per_task: add it"])
+    made = {name: await builder.make(f"workflows.{name}", each) for name, each in config.workflows.items()}
+    yield WorkflowPerTask(finetuning.task_key, made)

@@ -30,6 +30,7 @@ from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import WeightedSumConfig, scored_values
 from jaxft.harness.registry import GroupEvaluatorConfig, import_installed, import_module
 from jaxft.harness.supervision import Supervisor, is_async
+from jaxft.harness.tasks import workflow_of
 from jaxft.harness.worker_processes import OUT_OF_MEMORY, descendants, limit_memory
 from jaxft.harness.worker_protocol import Message, Peer, describe_error
 from jaxft.rollout.calls import Call, Reply
@@ -217,7 +218,7 @@ class Worker(Builder):
     async def _call(self, name: str | None, argument: Any) -> Any:
         is_group, items = False, []
         if name is None:
-            function = await self.get_workflow()
+            function = workflow_of(await self.get_workflow(), argument)
         else:
             function = await self.get_evaluator(name)
             is_group = isinstance(self.get_evaluator_config(name), GroupEvaluatorConfig)

@@ -5,17 +5,28 @@ import io
 
 import pytest
 
-from jaxft.errors import ConfigError
+from jaxft.errors import ConfigError, DatasetError
 from jaxft.harness.builder import Builder
-from jaxft.harness.config import config_from_mapping
+from jaxft.harness.config import config_from_mapping, resolved_yaml
 from jaxft.harness.curriculum import GroupReward, choose_groups, choose_groups_per_task, initial_state
 from jaxft.harness.data_models import CurriculumLearningConfig, EvalInputItem, FinetuneConfig, TaskConfig, Trajectory
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
+from jaxft.harness.registry import WorkflowConfig, register_workflow
+from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.harness.tasks import Tasks, tasks_of
 from jaxft.rollout.recorder import TRAINING
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
+
+
+class PlainAgentConfig(WorkflowConfig, name="toy_plain_agent"):
+    pass
+
+
+@register_workflow(config_type=PlainAgentConfig)
+async def plain_agent(config, builder):
+    yield lambda example: f"plain {example['question']}"  # runs in a thread
 
 
 def rows(*tasks):
@@ -121,6 +132,54 @@ def test_the_datasets_of_a_run_have_rows_of_its_tasks(toy_run, tmp_path):
     for section, path in (("validation", "eval.validation.dataset"), ("general", "eval.general.dataset")):
         with pytest.raises(ConfigError, match=rf"has no 'd', of which row '1' of {path} is"):
             asyncio.run(examples([(f"eval.{section}.dataset.questions", "[a, d]")]))
+
+
+def made(mapping, tmp_path, make):
+    """What a function makes of the builder of this configuration."""
+
+    async def main():
+        config = config_from_mapping(mapping, base_dir=tmp_path)
+        with RunDirectory.create(tmp_path / "run", overwrite=True) as directory:
+            async with Builder(config, directory, Console(io.StringIO())) as builder:
+                return await make(builder)
+
+    return asyncio.run(main())
+
+
+@pytest.fixture
+def mixed_run(toy_run):
+    toy_run["eval"]["general"]["dataset"] = {
+        "_type": "mixture",
+        "datasets": {"loud": {"_type": "toy_rows"}, "plain": {"_type": "toy_rows", "questions": ["x"]}},
+    }
+    toy_run["workflow"] = {
+        "_type": "per_task",
+        "workflows": {"loud": {"_type": "toy_agent"}, "plain": {"_type": "toy_plain_agent"}},
+    }
+    toy_run["finetuning"]["per_task"] = {"loud": {}, "plain": {"weight": 2}}
+    return toy_run
+
+
+def test_a_mixture_of_datasets_and_workflows(mixed_run, tmp_path):
+    async def evaluate(builder):
+        evaluation, items = await builder.get_evaluation(), await builder.get_dataset()
+        return items, await evaluation.run(items, stream=TRAINING, rollout_index=0)
+
+    items, outcomes = made(mixed_run, tmp_path, evaluate)
+    assert [item.id for item in items] == ["loud/0", "loud/1", "loud/2", "plain/0"]
+    assert items[3].full_dataset_entry == {"question": "x", "answer": "X", "task_name": "plain"}
+    assert [outcome.item.output_obj for outcome in outcomes] == ["A", "B", "C", "plain x"]
+    saved = parse_yaml(resolved_yaml(config_from_mapping(mixed_run, base_dir=tmp_path)), "config.yml")
+    assert made(saved, tmp_path, lambda builder: builder.get_dataset()) == items
+
+
+def test_what_does_not_fit_in_a_mixture_is_refused(mixed_run, tmp_path):
+    del mixed_run["workflow"]["workflows"]["plain"]
+    with pytest.raises(ConfigError, match=r"workflow\.workflows: has no 'plain'"):
+        made(mixed_run, tmp_path, lambda builder: builder.get_workflow())
+    mixed_run["finetuning"]["task_key"] = "answer"
+    with pytest.raises(DatasetError, match=r"datasets\.loud: row '0' has a column 'answer'"):
+        made(mixed_run, tmp_path, lambda builder: builder.get_dataset())
 
 
 def test_a_curriculum_of_a_task_overrides_what_it_names(toy_run, tmp_path):
