@@ -29,25 +29,20 @@ def scaling_temperature(temperature: Float[Array, "..."]) -> Float[Array, "..."]
     return jnp.where((temperature > 0) & (temperature < jnp.inf), temperature, 1.0)
 
 
-def logits_logprobs(
-    logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
-) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return each token's log-probability and its distribution's entropy, in nats, by `softmax(logits / temperature)`.
-
-    Arithmetic is float32 or wider, also for bfloat16 logits, whose own precision is off by up to 0.02 nats.
-    A temperature that is negative or not finite gives NaN, and no gradient. No gradient flows into temperatures.
-
-    >>> lp, entropy = logits_logprobs(jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([1]), jnp.array([1.0]))
-    >>> print(f"{lp[0]:.4f} {entropy[0]:.4f}")  # log(3/4); -(1/4 log 1/4 + 3/4 log 3/4)
-    -0.2877 0.5623
-    """
-    return logprobs_by(softmax_statistics(logits, tokens, temperature), logits, tokens, temperature)
-
-
 def logprobs_by(
     statistics: Statistics, logits: Float[Array, "N V"], tokens: Int[Array, "N"], temperature: Float[Array, "N"]
 ) -> tuple[Float[Array, "N"], Float[Array, "N"]]:
-    """Return `logits_logprobs`, given the statistics, so that a gradient does not compute them again."""
+    """Return each token's log-probability and its distribution's entropy, in nats, by `softmax(logits / temperature)`.
+
+    The statistics are given, so that a gradient does not compute them again. Arithmetic is float32 or wider, also for
+    bfloat16 logits, whose own precision is off by up to 0.02 nats. A temperature that is negative or not finite gives
+    NaN, and no gradient. No gradient flows into temperatures.
+
+    >>> given = jnp.log(jnp.array([[1.0, 3.0]])), jnp.array([1]), jnp.array([1.0])
+    >>> lp, entropy = logprobs_by(softmax_statistics(*given), *given)
+    >>> print(f"{lp[0]:.4f} {entropy[0]:.4f}")  # log(3/4); -(1/4 log 1/4 + 3/4 log 3/4)
+    -0.2877 0.5623
+    """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     statistics = jax.lax.stop_gradient(statistics)
     logprobs, entropy = _softmax_scores(logits, tokens, scaling_temperature(temperature), statistics)

@@ -106,11 +106,6 @@ class Completion:
         """The lists with one value per sampled token."""
         return self.token_ids, self.sampler_logprobs, self.behavior_logprobs, self.policy_versions, self.supports
 
-    @property
-    def log_allowed_mass(self) -> list[float]:
-        """Log of the probability that the whole distribution gives to the support of each token, without logit bias."""
-        return [whole - drawn for whole, drawn in zip(self.sampler_logprobs, self.behavior_logprobs, strict=True)]
-
 
 @dataclass(frozen=True)
 class Reply:

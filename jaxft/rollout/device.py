@@ -8,11 +8,10 @@ goes on with the job.
 import asyncio
 import atexit
 import concurrent.futures
-import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -250,13 +249,3 @@ def warm_up_rounds(platform: str) -> int:
     The second run of a program records its CUDA graph, and making another program drops the graphs of all.
     """
     return 3 if platform == "gpu" else 1
-
-
-@contextlib.contextmanager
-def counting_compiles() -> Iterator[CompileCounter]:
-    """Yield a `CompileCounter`, and close it at the end of the block."""
-    counter = CompileCounter()
-    try:
-        yield counter
-    finally:
-        counter.close()

@@ -247,22 +247,6 @@ class Episode:
         with _lock:
             self._begun += count
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what another process can use: the record, with texts of its tokens, and nothing of this process."""
-        texts = {
-            name: {token: decoded_text(token) for call in self.calls if call.llm == name for token in call.token_ids}
-            for name, decoded_text in self.texts_of_tokens.items()
-        }
-        return {
-            **vars(self),
-            "texts_of_tokens": {name: known.__getitem__ for name, known in texts.items()},
-            "began_at": None,
-            "called_at": None,
-            "_loop": None,
-            "_waiting": set(),
-            "_token": None,
-        }
-
     @property
     def is_over(self) -> bool:
         """True once the episode has ended; its further calls are refused."""

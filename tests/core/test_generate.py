@@ -1,6 +1,7 @@
 """Sampling whole completions: shapes, the ends of rows, and rows that other prompts leave unchanged."""
 
 import inspect
+from contextlib import closing
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jaxft.core.generate import _places, generate, prompt_ids
 from jaxft.core.logprobs import token_logprobs
 from jaxft.core.types import FinishReason
 from jaxft.models.bridge import from_function
-from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.device import CompileCounter
 
 PROMPTS = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6, 7]]
 NEW = 6
@@ -199,7 +200,7 @@ def test_prompts_are_prefilled_once_and_calls_end_with_their_rows():
         return (len(sizes) - 2) / 16
 
     assert ask([66, 67, 68], 4, stop=9) == 2
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         assert ask([65, 66, 65], 4, stop=20) == 2
         assert ask([65, 65, 65], 4, stop=21) == 3
         assert ask([66, 65, 70], 7, stop=47) == 4

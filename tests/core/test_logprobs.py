@@ -9,10 +9,16 @@ import numpy as np
 import pytest
 
 from jaxft.core.logprobs import CHUNK_LOGITS, token_logprobs
-from jaxft.core.softmax import logits_logprobs
+from jaxft.core.softmax import logprobs_by, softmax_statistics
 from jaxft.core.types import Model
 
 ROWS, LENGTH, WIDTH, VOCABULARY = 3, 7, 4, 11
+
+
+def logits_logprobs(logits, tokens, temperature):
+    return logprobs_by(softmax_statistics(logits, tokens, temperature), logits, tokens, temperature)
+
+
 score_logits = jax.jit(logits_logprobs)
 score = jax.jit(token_logprobs, static_argnames=("model", "entropy_gradient", "chunk_tokens", "with_sum_pi_squared"))
 

@@ -1,5 +1,6 @@
 """The update step: how a batch is split changes nothing, and what must not be learned from moves nothing."""
 
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from jaxft.core.types import Batch
 from jaxft.core.update import TrainState, init_train_state, make_update
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
-from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.device import CompileCounter
 
 DAPO = partial(grpo_loss, loss=partial(policy_loss, loss="dapo"))
 
@@ -314,7 +315,7 @@ def test_more_microbatches_compile_nothing(bigram):
         return Batch(rows[:height].astype(np.int32), np.array([[False, True]] * height))
 
     state, _ = update(state, batch(3))
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         for height in (4, 5, 9, 20):
             state, metrics = update(state, batch(height))
             assert metrics["applied_updates"] == 1
@@ -328,7 +329,7 @@ def test_committed_parameters_compile_an_update_once(bigram, num_microbatches):
     rows = np.zeros((2 * num_microbatches, 2), np.int32)
     batch = Batch(rows, np.array([[False, True]] * len(rows)))
     state = init_train_state(jax.device_put(bigram_params(), jax.devices()[0]), optimizer)
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         state, _ = update(state, batch)
         first = compiles.count
         update(state, batch)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxft.errors import DeviceThreadError
-from jaxft.rollout.device import DeviceThread, counting_compiles
+from jaxft.rollout.device import CompileCounter, DeviceThread
 
 SOON = 20.0  # seconds; what hangs, hangs longer
 
@@ -184,7 +185,7 @@ def test_a_closed_thread_finishes_what_was_queued_and_refuses_more(device):
 
 def test_a_compilation_is_told_when_it_begins_and_when_it_has_ended():
     told = []
-    with counting_compiles() as counter:
+    with closing(CompileCounter()) as counter:
         counter.show = told.append
         jax.jit(lambda x: x * 3 + 1)(np.ones(3, np.float32))
     assert told == [counter.names()[0], None] and counter.count == 1

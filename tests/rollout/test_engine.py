@@ -3,6 +3,7 @@ import contextlib
 import math
 import random
 import re
+from contextlib import closing
 from types import SimpleNamespace
 
 import jax
@@ -15,7 +16,7 @@ from jaxft.rollout.calls import Completion
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import recording
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS, PREFILL_PROGRAMS, PREFILL_PROGRAMS_ELSEWHERE
-from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.device import CompileCounter
 from jaxft.rollout.engine import Engine, _take_tokens
 from jaxft.rollout.recorder import Episode
 from jaxft.rollout.requests import Request
@@ -408,7 +409,7 @@ def test_nothing_is_compiled_after_the_warm_up(make_policy, serve, slots, progra
     policy = make_policy(slots=slots, max_context_tokens=200, cache_tokens=1200)
     policy.engine._runner._shares_pages = programs == PREFILL_PROGRAMS_ELSEWHERE
     run(policy.engine.warm_up)
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         serve(policy, *varied_requests(30))
         decoded = policy.engine.counts.decoded_tokens
         serve(policy, *(request(number, prompt_tokens=100, max_tokens=100) for number in range(20)))

@@ -79,11 +79,15 @@ def test_the_record_says_what_each_token_was_drawn_from(client, policy):
     (sequence,) = token_sequences(episode.calls)
     completion = episode.calls[0].reply.completion
     texts = policy.template.tokens
-    for support, token, allowed in zip(
-        completion.supports, completion.token_ids, completion.log_allowed_mass, strict=True
+    for support, token, *logprobs in zip(
+        completion.supports,
+        completion.token_ids,
+        completion.sampler_logprobs,
+        completion.behavior_logprobs,
+        strict=True,
     ):
         ids = ids_in(support).tolist()
-        assert token in ids and allowed < 0
+        assert token in ids and logprobs[0] < logprobs[1]
         assert {texts.decoded_text(each) for each in ids} in ({"a", "b"}, {"<|end|>"})
     assert completion.behavior_logprobs[-1] == pytest.approx(0.0, abs=1e-6)  # nothing else could follow
     written = sequence.model_dump_json()

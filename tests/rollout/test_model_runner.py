@@ -1,5 +1,6 @@
 """The runner: which programs decode which slots, and that pages, rows and programs change no bit."""
 
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from jaxft.core.cache import SharedTables
 from jaxft.core.logprobs import token_logprobs
 from jaxft.rollout import model_runner
 from jaxft.rollout.decode_batch import PREFILL_PROGRAMS, PREFILL_PROGRAMS_ELSEWHERE, prefill_programs, split_batch
-from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.device import CompileCounter
 from jaxft.rollout.model_runner import (
     ADMISSION_ROWS,
     ModelRunner,
@@ -124,7 +125,7 @@ def test_a_warm_up_on_gpus_runs_all_programs_twice_after_all_are_compiled(model_
 
         return call
 
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         for name in ("prefill", "copy", "admit", "advance"):
             monkeypatch.setattr(model_runner, name, recording(name))
         for rounds in (1, 3):

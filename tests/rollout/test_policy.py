@@ -1,4 +1,5 @@
 import asyncio
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from jaxft.errors import PolicyLostError
 from jaxft.models.config import LoraSpec
 from jaxft.models.load import init_model, load_model
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.device import CompileCounter
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.requests import Request
 from jaxft.rollout.tokenizer import load_tokenizer
@@ -243,7 +244,7 @@ def test_a_snapshot_answers_as_the_policy_of_its_version_did(make_policy):
         return asyncio.run(client.chat(message, max_tokens=8, seed=1))
 
     before = ask(one)
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         assert (ask(other).token_ids, ask(other).logprobs) == (before.token_ids, before.logprobs)
         train(policy)
         after = ask(other)
@@ -322,7 +323,7 @@ def test_pinned_weights_answer_as_before_whatever_is_trained(make_policy, lora):
 
     before, before_earlier = ask(client), ask(earlier)
     asyncio.run(policy.pin_weights())
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         for _ in range(2):
             asyncio.run(policy.update(job))
         held, held_earlier = ask(client), ask(earlier)

@@ -4,6 +4,7 @@ The network is a small causal one whose updates compile fast; it keeps the segme
 """
 
 import warnings
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 
@@ -22,7 +23,7 @@ from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import auto_remats, decoder
 from jaxft.models.flash import Choice
-from jaxft.rollout.device import counting_compiles
+from jaxft.rollout.device import CompileCounter
 from jaxft.rollout.weights import Weights
 from jaxft.training import memory as memory_module
 from jaxft.training.advantages import collect_rewards, compute_advantages
@@ -307,7 +308,7 @@ def test_scores_before_and_after_advantages_are_of_one_program(job, start):
     learner.arrays(start)
     laid_out, (scorer, *_) = make_batch(rows, learner._planner()), learner._scorers(start)
     expected = score_tokens(laid_out, scorer)
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         found = score_tokens(compute_advantages(laid_out, credit, LossConfig())[0], scorer)
     assert compiles.count == 0
     np.testing.assert_array_equal(found.logprobs, expected.logprobs)
@@ -418,7 +419,7 @@ def test_a_warm_up_changes_nothing_and_no_job_compiles_after_it(job, start, loss
     assert learner.step == 0 and learner.jobs == 0
     assert (learner.value_head is not None) == (loss["name"] == "ppo")
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(learner.arrays(warm)))
-    with counting_compiles() as compiles:
+    with closing(CompileCounter()) as compiles:
         for _ in range(2):
             warm, metrics = learner.learn(*job(learner.loss), warm)
     assert compiles.names() == [] and metrics["applied_updates"] == 2
