@@ -223,7 +223,6 @@ def _notes(
         count = sum(len(each.values) for each in estimates if each is not None)
         if count < total and name != "final_reward":
             yield f"{name} is in {count} of {total} finished runs"
-    yield from _notes_on_metrics(groups)
     yield from _notes_on_separation(groups, figures.get("final_reward", ()))
     lengths = sorted({len(run.rewards) for group in groups for run in group.finished})
     if len(lengths) > 1:
@@ -259,12 +258,3 @@ def _notes_on_separation(groups: Sequence[RunGroup], rewards: Sequence[MeanEstim
             f"the final rewards of the two groups do not overlap; with {len(first)} and {len(second)} seeds of equal "
             f"groups that happens 2 times in {ways}"
         )
-
-
-def _notes_on_metrics(groups: Sequence[RunGroup]) -> Iterable[str]:
-    runs = [run for group in groups for run in group.runs if run.records.metrics]
-    columns: list[set[str]] = [{name for row in run.records.metrics for name in row} for run in runs]
-    partial = sorted(set().union(*columns) - columns[0].intersection(*columns)) if columns else []
-    if partial:
-        more = f" and {len(partial) - 12} more" if len(partial) > 12 else ""
-        yield f"metrics that only some runs have: {', '.join(partial[:12])}{more}"

@@ -7,7 +7,6 @@ from markupsafe import Markup
 
 from jaxft.report.charts import MAX_POINTS, WIDE, Band, Line, Value, is_finite, line_chart, share_chart, stacked_chart
 from jaxft.report.pages import byte_count, duration, number
-from jaxft.report.samples import EpisodePlace, questions
 from jaxft.runs import NAMED_REWARD, Row, RunRecords
 
 IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -57,9 +56,6 @@ ELSEWHERE = (
 """Metrics with a chart in a section of their own."""
 
 NARROW = (400, 260)
-MAX_EXAMPLES = 30
-MAX_QUESTION = 120
-"""Largest number of characters of a question in a table."""
 
 
 def reward_chart(run: RunRecords, size: tuple[int, int]) -> Markup:
@@ -137,14 +133,12 @@ def _varies(rows: Sequence[Row], name: str) -> bool:
     return len({row[name] for row in rows if is_finite(row.get(name))}) > 1 or len(rows) == 1
 
 
-def validation(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any] | None:
+def validation(run: RunRecords) -> dict[str, Any] | None:
     """Return charts and tables of curriculum and validation; None for a run that has neither."""
     has_curriculum = bool(((run.config.get("finetuning") or {}).get("curriculum_learning") or {}).get("enabled"))
     if not run.validations and not has_curriculum:
         return None
     kinds = [*["Curriculum"] * has_curriculum, *["Validation"] * bool(run.validations)]
-    examples = run.curriculum.get("examples") or {}
-    least = sorted(examples.items(), key=lambda item: item[1].get("epochs_included", 0))[:MAX_EXAMPLES]
     # Histories of other versions have nested values, which no cell shows.
     nested = {name for row in run.validations for name, value in row.items() if isinstance(value, dict | list)}
     names = dict.fromkeys(name for row in run.validations for name in row)
@@ -152,11 +146,6 @@ def validation(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any
     return {
         "title": " and ".join(kinds).replace(" V", " v"),
         "charts": [*(_curriculum(run) if has_curriculum else ()), *_validation_charts(run)],
-        "num_examples": len(examples),
-        "least": least,
-        "questions": {
-            name: text[:MAX_QUESTION] for name, text in questions(places, (name for name, _ in least)).items()
-        },
         "columns": columns,
         "errors": [(row["epoch"], row["first_error"]) for row in run.validations if row.get("first_error")][:3],
     }

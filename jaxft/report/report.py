@@ -91,7 +91,7 @@ def write_report(
         overview=overview(records),
         curves=curves(records),
         rewards=rewards(records, places),
-        validation=validation(records, places),
+        validation=validation(records),
         episodes=browser(archive, kept_by),
         timings=timings(records),
         faults=faults(records, places),

@@ -8,7 +8,6 @@ from typing import Any
 from markupsafe import Markup
 
 from jaxft.report.charts import Value, heat_map, is_finite, mean
-from jaxft.report.curves import MAX_EXAMPLES, MAX_QUESTION
 from jaxft.report.pages import number, shortened
 from jaxft.report.samples import EpisodePlace, questions
 from jaxft.runs import RunRecords
@@ -18,6 +17,9 @@ Rewards = dict[str, list[Value]]
 MAX_COLUMNS = 60
 """Largest number of columns of a heat map; with more epochs, neighbours share a column."""
 MAX_LISTED = 15
+MAX_EXAMPLES = 30
+MAX_QUESTION = 120
+"""Largest number of characters of a question in a table."""
 MAX_VALUES = 12
 """Largest number of different rewards that have a row each in the distribution; more are put into as many ranges."""
 
