@@ -9,6 +9,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxft.harness.data_models import CurriculumLearningConfig, Trajectory
@@ -81,13 +82,14 @@ def choose_groups(
     epoch: int,
     seed: int,
     rewards: Sequence[GroupReward] | None = None,
+    num_groups: int | None = None,
 ) -> tuple[list[list[Trajectory]], State]:
     """Return the groups that an epoch trains, in the order of the curriculum, and the state after the epoch.
 
     A group whose largest and smallest reward differ by less than `min_reward_diff` is dropped. Of the remaining n, the
     first `max(1, ceil(n percentile))` by mean reward are kept (ties in the given order), and at most
-    `ceil(n random_subsample)` of these are drawn at random. A single group is neither dropped nor cut; instead
-    `ceil(n random_subsample)` of its n trajectories are drawn.
+    `ceil(n random_subsample)` of these are drawn at random. The single group of an epoch is neither dropped nor cut;
+    instead `ceil(n random_subsample)` of its n trajectories are drawn. Each task has a draw of its own.
 
     Args:
         groups: trajectories of one example each.
@@ -96,16 +98,18 @@ def choose_groups(
         epoch: number of the epoch, from 0.
         seed: seed of the run.
         rewards: mean and difference of each group; None: those of the trajectories that are scorable.
+        num_groups: groups of the epoch, those of other tasks included; None: these are all.
     """
     share = _percentile(config, epoch)
-    draw = random.Random(f"curriculum {seed} {epoch}")
+    task = next((trajectory.task for group in groups for trajectory in group), None)
+    draw = random.Random(f"curriculum {seed} {epoch}" + (f" {task}" if task is not None else ""))
     rewards = [group_reward(group) for group in groups] if rewards is None else rewards
     known = [
         _Group(str(place) if group[0].example_id is None else group[0].example_id, list(group), *rewards[place])
         for place, group in enumerate(groups)
         if group
     ]
-    if len(known) == 1:
+    if len(known) == 1 == (num_groups or 1):
         telling, chosen = known, [known[0]._replace(trajectories=_drawn_trajectories(known[0], config, draw))]
     else:
         telling = [group for group in known if _differ(group.diff, config.min_reward_diff)]
@@ -157,12 +161,13 @@ def choose_groups_per_task(
     everything = CurriculumLearningConfig(initial_percentile=1.0, min_reward_diff=0.0)
     of_group = [group[0].task if group else None for group in groups]
     chosen, states, trained = list[list[Trajectory]](), list[State](), Fraction(0)
+    choose = partial(choose_groups, epoch=epoch, seed=seed, num_groups=sum(map(bool, groups)))
     for task in dict.fromkeys(of_group) or (None,):
         config = configs.get(task, configs[None])
         config = config if config.enabled else everything
         places = [place for place, other in enumerate(of_group) if other == task]
         parts = [groups[place] for place in places], config, state
-        more, state = choose_groups(*parts, epoch=epoch, seed=seed, rewards=[rewards[place] for place in places])
+        more, state = choose(*parts, rewards=[rewards[place] for place in places])
         chosen, states, trained = chosen + more, [*states, state], trained + _percentile(config, epoch) * len(places)
     joined = {name: [each for own in states for each in own[name]] for name in ("included_groups", "dropped_groups")}
     share = float(trained / len(groups)) if groups else state["current_percentile"]

@@ -233,6 +233,16 @@ def test_groups_are_chosen_within_their_task():
     ids, state = chosen({None: shared, "hard": shared.model_copy(update={"enabled": False})})
     assert ids == ["easy0", "easy1", "hard1", "hard0"] and state["current_percentile"] == pytest.approx(4 / 6)
 
+    only, few = groups_of("only", [0.5])[0], shared.model_copy(update={"initial_percentile": 1.0})
+    groups, rewards = [*easy, only], [*(GroupReward(0.5, 0.5) for _ in easy), GroupReward(0.5, 0.05)]
+    assert "only0" not in (found := chosen({None: few}))[0] and found[1]["dropped_groups"] == ["only0"]
+    groups, rewards = [only], rewards[-1:]  # the epoch has no other
+    assert chosen({None: few})[0] == ["only0"]
+    groups = [group for task in ("x", "y", "z") for group in groups_of(task, [0.1 * n for n in range(9)])]
+    rewards = [GroupReward(0.5, 0.5)] * 27
+    drawn = chosen({None: few.model_copy(update={"random_subsample": 0.5})})[0]
+    assert len(drawn) == 15 and len({tuple(n[1:] for n in drawn if n[0] == task) for task in "xyz"}) == 3
+
     without = [[t.model_copy(update={"task": None}) for t in group] for group in groups]
     options = {"epoch": 3, "seed": 1, "rewards": rewards}
     alone = choose_groups(without, shared, initial_state(shared), **options)
