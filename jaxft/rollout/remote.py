@@ -129,17 +129,8 @@ class RemoteClient(RemoteModel):
             RemoteModelError: the server refused the request, was not reached, or gave no chat completion.
             CancelledError: the episode has ended.
         """
-        parameters = {
-            "temperature": temperature,
-            "top_p": top_p,
-            "max_tokens": max_tokens,
-            "max_completion_tokens": max_completion_tokens,
-            "stop": stop if isinstance(stop, str) else list(stop),
-            "seed": seed,
-            "tools": list(tools),
-            "tool_choice": tool_choice,
-            "parallel_tool_calls": parallel_tool_calls,
-        }
+        given = {name: value for name, value in locals().items() if name not in ("self", "messages")}
+        parameters = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
         request: dict[str, Any] = {"model": self.model, "messages": list(messages)}
         request |= {name: value for name, value in parameters.items() if value not in (None, "", [])}
         try:
