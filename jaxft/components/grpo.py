@@ -20,6 +20,7 @@ from jaxft.components.trainer import LoggedTrainer
 from jaxft.errors import ConfigError, NothingToTrain
 from jaxft.harness.contracts import TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import (
+    EpisodeIdentity,
     FinetuneConfig,
     TrainingJobRef,
     TrainingJobStatus,
@@ -106,6 +107,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
             named_rewards={} if is_priced else outcome.named_rewards,
             example_id=outcome.item.id,
             generation=outcome.generation,
+            rollout_index=outcome.episode.rollout_index,
             sequences=token_sequences(outcome.episode.calls, self.is_target),
         )
 
@@ -344,7 +346,7 @@ class GRPOTrainer(LoggedTrainer):
         is_whole = self._order.count == len(self._example_ids) and not self.run_config.per_task
         return {} if is_whole else {"example_ids": self._order.examples(epoch)}
 
-    def _keep_episodes(self, epoch: int, collection: TrajectoryCollection) -> list[tuple[str, int]]:
+    def _keep_episodes(self, epoch: int, collection: TrajectoryCollection) -> list[EpisodeIdentity]:
         """Show a sample episode if one is due, write the episodes that `save_episodes` selects, and name these."""
         every, saved = self.trainer_config.show_episodes_every, self.trainer_config.save_episodes
         trajectories = [trajectory for group in collection.trajectories for trajectory in group]
@@ -353,7 +355,7 @@ class GRPOTrainer(LoggedTrainer):
             self.log.sample(epoch, trajectory)
         kept = {"all": trajectories, "some": lowest_median_highest(trajectories), "shown": shown}[saved]
         self.log.keep(epoch, kept, {"all": collection.failures, "some": collection.failures[:1], "shown": []}[saved])
-        return [(str(trajectory.example_id), trajectory.generation or 0) for trajectory in kept]
+        return [trajectory.identity for trajectory in kept]
 
     def collection_state(self) -> dict[str, Any]:
         """Return the state before the collection that is sampled ahead, which a resumed run repeats."""

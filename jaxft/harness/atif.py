@@ -89,14 +89,17 @@ def to_atif(row: Mapping[str, Any], session: str) -> Json:
     agent = {"name": "jaxft", "version": jaxft.__version__}
     if sequences and sequences[0].llm is not None:
         agent["model_name"] = sequences[0].llm
-    known = ("epoch", "reward", "scorable", "named_rewards", "example_id", "generation")
+    identity = ("epoch", "rollout_index", "example_id", "generation")
+    known = {
+        each: row[each] for each in ("reward", "scorable", "named_rewards", *identity) if row.get(each) is not None
+    }
     document = {
         "schema_version": VERSION,
         "session_id": session,
-        "trajectory_id": f"{row.get('epoch')}/{name}",
+        "trajectory_id": "/".join(str(known[each]) for each in identity if each in known),
         "agent": agent,
         "steps": steps,
-        "extra": {each: row[each] for each in known if row.get(each) is not None},
+        "extra": known,
     }
     if others:
         parts = enumerate(others, start=1)

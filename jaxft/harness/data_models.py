@@ -106,12 +106,18 @@ class DPOItem(DataModel):
     rejected_response: str
 
 
+EpisodeIdentity = tuple[str | None, int | None, int | None]
+"""Example id, generation and rollout index of an episode, which no other of the run has."""
+
+
 class Trajectory(DataModel):
     """An episode and its reward.
 
     `sequences` are the token ids recorded while sampling the calls that are trained; None when nothing was recorded, as
     for texts of another source. A `reward` of None sets `scorable=False`. A name in `named_rewards` whose value is None
     does not judge the episode. `task` is the entry of `finetuning.per_task` of its row; None without any.
+    `rollout_index` is the number of the collection that began the episode: a carried one may end beside another of the
+    same example and generation.
     """
 
     episode: list[EpisodeItem] | list[DPOItem]
@@ -123,6 +129,7 @@ class Trajectory(DataModel):
     named_rewards: dict[str, float | None] | None = None
     example_id: str | None = None
     generation: int | None = None
+    rollout_index: int | None = None
     task: str | None = None
     sequences: list[TokenSequence] | None = None
 
@@ -133,6 +140,11 @@ class Trajectory(DataModel):
             return {**given, "reward": 0.0, "scorable": False}
         return given
 
+    @property
+    def identity(self) -> EpisodeIdentity:
+        """The episode among those of its run."""
+        return self.example_id, self.generation, self.rollout_index
+
 
 class TrajectoryCollection(DataModel):
     """All trajectories of one run, one list per example.
@@ -141,14 +153,14 @@ class TrajectoryCollection(DataModel):
         metrics: counts of episodes and calls; equal in equal runs.
         timings: durations in seconds.
         failures: reports of the failed episodes, which have no trajectory.
-        kept_episodes: example id and generation of each episode that the run keeps; the job reports the advantages and
+        kept_episodes: `Trajectory.identity` of each episode that the run keeps; the job reports the advantages and
             entropies of their tokens.
     """
 
     trajectories: list[list[Trajectory]]
     run_id: str
     # jaxft's own
-    kept_episodes: list[tuple[str, int]] = []
+    kept_episodes: list[EpisodeIdentity] = []
     metrics: dict[str, float] = {}
     timings: dict[str, float] = {}
     failures: list[str] = []

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from jaxft.runs import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE, Row, unreadable
+from jaxft.runs import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE, Row, episode_key, unreadable
 
 _SCORES_NAME = Path(TOKEN_SCORES_FILE).name
 
@@ -50,7 +50,7 @@ def find_episodes(run: Path) -> list[EpisodePlace]:
     Raises:
         RunDirectoryError: a line cannot be read; the message names file and line.
     """
-    scores = {_key(row): span for _, span, row in _rows(run / TOKEN_SCORES_FILE)}
+    scores = {episode_key(row): span for _, span, row in _rows(run / TOKEN_SCORES_FILE)}
     return [
         EpisodePlace(
             file=run / name,
@@ -60,15 +60,11 @@ def find_episodes(run: Path) -> list[EpisodePlace]:
             reward=row.get("reward"),
             example_id=row.get("example_id"),
             is_failure="failure" in row,
-            scores=scores.get(_key(row)),
+            scores=scores.get(episode_key(row)),
         )
         for name in (SAMPLES_FILE, PAIRS_FILE)
         for number, span, row in _rows(run / name)
     ]
-
-
-def _key(row: Row) -> tuple[str, ...]:
-    return tuple(str(row.get(name)) for name in ("epoch", "example_id", "generation"))
 
 
 def _rows(file: Path) -> Iterator[tuple[int, Span, Row]]:

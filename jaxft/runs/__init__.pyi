@@ -37,6 +37,7 @@ from .metrics import (
 from .records import (
     Row as Row,
     RunRecords as RunRecords,
+    episode_key as episode_key,
     flat as flat,
     read_run as read_run,
     unreadable as unreadable,

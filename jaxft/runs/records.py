@@ -129,12 +129,15 @@ class RunRecords:
         the tokens of each training row; `token_texts`, `advantages` and `entropies` have a value per token of each
         sequence, or are None where that is not known, as for an episode that was not trained.
         """
-        scores = {
-            (row["epoch"], row["example_id"], row["generation"]): row for row in _lines(self.path / TOKEN_SCORES_FILE)
-        }
+        scores = {episode_key(row): row for row in _lines(self.path / TOKEN_SCORES_FILE)}
         for row in _lines(self.path / SAMPLES_FILE):
-            found = scores.get((row["epoch"], row.get("example_id"), row.get("generation")), {})
+            found = scores.get(episode_key(row), {})
             yield {"token_texts": None, **row, **{name: found.get(name) for name in ("advantages", "entropies")}}
+
+
+def episode_key(row: Row) -> tuple[str, ...]:
+    """Return the values that a row of an episode and the row of its tokens' scores have in common."""
+    return tuple(str(row.get(name)) for name in ("epoch", "example_id", "generation", "rollout_index"))
 
 
 def read_run(path: Path) -> RunRecords:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxft.files import safe_name, with_non_finite_named
-from jaxft.harness.data_models import Trajectory
+from jaxft.harness.data_models import EpisodeIdentity, Trajectory
 from jaxft.redaction import redacted_tokens
 from jaxft.runs.directory import RunDirectory
 from jaxft.training.batch import TrainingBatch
@@ -109,7 +109,7 @@ class BadBatches:
         def episode(number: int) -> dict[str, Any]:
             if not trajectories:
                 return {"trajectory": number}
-            return {"example_id": trajectories[number].example_id, "generation": trajectories[number].generation}
+            return _named(trajectories[number])
 
         sequences = [
             {**episode(number), "row": row, "start": start, "tokens": length} for number, row, start, length in spans
@@ -143,10 +143,10 @@ class KeptTokens:
         indices: indices of these rows among the rows of the job, ascending.
     """
 
-    def __init__(self, data: JobRows, episodes: Sequence[tuple[str, int]]) -> None:
-        """Collect for the episodes of these example ids and generations, as far as the job has them."""
+    def __init__(self, data: JobRows, episodes: Sequence[EpisodeIdentity]) -> None:
+        """Collect for the episodes of these identities, as far as the job has them."""
         wanted = set(episodes)
-        self._trajectories = [t for group in data.groups for t in group if (t.example_id, t.generation) in wanted]
+        self._trajectories = [t for group in data.groups for t in group if t.identity in wanted]
         sequences = {id(sequence) for trajectory in self._trajectories for sequence in trajectory.sequences or ()}
         # A row is the very object that its trajectory has.
         self._index_of = {id(row.sequence): i for i, row in enumerate(data.rows) if id(row.sequence) in sequences}
@@ -167,8 +167,7 @@ class KeptTokens:
             return []
         return [
             {
-                "example_id": trajectory.example_id,
-                "generation": trajectory.generation,
+                **_named(trajectory),
                 "advantages": [self._list_values(sequence, "advantages") for sequence in trajectory.sequences or ()],
                 "entropies": [self._list_values(sequence, "entropies") for sequence in trajectory.sequences or ()],
             }
@@ -178,3 +177,7 @@ class KeptTokens:
     def _list_values(self, sequence: Any, name: str) -> list[float] | None:
         scores = self._scores.get(self._index_of.get(id(sequence), -1))
         return None if scores is None else np.round(np.asarray(scores._asdict()[name], np.float64), DECIMALS).tolist()
+
+
+def _named(trajectory: Trajectory) -> dict[str, str | int | None]:
+    return dict(zip(("example_id", "generation", "rollout_index"), trajectory.identity, strict=True))

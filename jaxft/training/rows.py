@@ -291,7 +291,8 @@ def gather_examples(
 
 def trajectory_name(trajectory: Trajectory) -> str:
     """Return how messages name a trajectory."""
-    return f"example '{trajectory.example_id}', generation {trajectory.generation}"
+    of = "" if trajectory.rollout_index is None else f" of collection {trajectory.rollout_index}"
+    return f"example '{trajectory.example_id}', generation {trajectory.generation}{of}"
 
 
 def check_rewards(trajectories: Iterable[Trajectory]) -> None:

@@ -230,6 +230,7 @@ def collect_until_all_have_ended(make_items):
 def rows_of(collections):
     """The rows of all trajectories, by example and generation."""
     trajectories = [t for collection in collections for group in collection.trajectories for t in group]
+    assert {t.rollout_index for t in trajectories} == {0}
     return {(t.example_id, t.generation): t.sequences for t in trajectories}
 
 

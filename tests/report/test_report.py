@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import random
 import re
 import zlib
 from functools import partial
@@ -17,6 +18,7 @@ from jaxft.report.episodes import make_archive
 from jaxft.report.report import watch, write_report
 from jaxft.report.samples import find_episodes, read_episodes
 from jaxft.runs.directory import RunDirectory
+from jaxft.runs.records import read_run
 from tests.report.made_runs import episode, make_dpo_run, make_run, message, write_json, write_lines
 
 VOID = ("input", "meta")
@@ -189,6 +191,17 @@ def test_every_sampled_token_carries_its_numbers(page, run):
     assert "finish: stop" in shown[0] and "calls a tool" in shown[0] and "tool result" in shown[0]
 
 
+def test_a_carried_episode_ends_beside_a_new_one_of_its_example(tmp_path):
+    run, made = make_run(tmp_path / "x", epochs=1), random.Random(1)
+    pairs = [episode(made, 0, "a", 0, tokens) for tokens in (6, 20)]
+    rows, scores = zip(*[[each | {"rollout_index": i} for each in pair] for i, pair in enumerate(pairs)], strict=True)
+    write_lines(run / "trajectories/samples.jsonl", rows)
+    write_lines(run / "trajectories/token_scores.jsonl", scores[::-1])
+    for found in (list(read_episodes(find_episodes(run))), list(read_run(run).episodes())):
+        assert [row["advantages"] for row in found] == [score["advantages"] for score in scores]
+    assert len(episodes_of(page_of(run))) == 2
+
+
 def test_the_first_page_needs_no_script(page):
     listed = [each for each in page.all("details") if each.get("class") == "episode"]
     assert len(listed) == 20 and ["open" in each for each in listed].count(True) == 1
@@ -211,8 +224,6 @@ HOSTILE = "</script><script>alert(1)</script><!-- \u202eevil\u2069 \x00 \x1b[31m
 
 
 def test_hostile_text_is_text(tmp_path):
-    import random
-
     run = make_run(tmp_path / "x", epochs=1, examples=1, generations=1)
     row, scores = episode(random.Random(1), 0, HOSTILE, 0, 6)
     row["episode"][1] = message("user", HOSTILE + "\ud800")

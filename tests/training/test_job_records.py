@@ -68,6 +68,11 @@ def test_a_job_says_where_the_batches_of_its_bad_updates_are(
     policy = make_policy(model=from_function(bigrams), params={"table": jax.device_put(np.eye(262, dtype=np.float32))})
     adapter = LocalTrainerAdapter(config, policy, bad_batches=BadBatches(directory, print))
     collection = make_collection("epoch_00000", rewards=(HUGE, -HUGE, 1.0, 0.0))
+    for number, group in enumerate(collection.trajectories):  # two collections began a group of the same example
+        for each in group:
+            each.example_id, each.rollout_index = "one", number
+    kept = collection.trajectories[1][1]
+    collection.kept_episodes = [kept.identity]
 
     async def main():
         async with asyncio.timeout(60):
@@ -78,11 +83,13 @@ def test_a_job_says_where_the_batches_of_its_bad_updates_are(
     assert status.status is TrainingStatusEnum.COMPLETED and metrics["updates"] == 2
     names = [name for name in files(directory) if name.endswith(".npz")]
     assert len(names) == metrics["nonfinite_updates"] > 0
-    kept = ", ".join(f"bad_batches/{name}" for name in names)
+    files_of_batches = ", ".join(f"bad_batches/{name}" for name in names)
     assert status.message.startswith("loss, gradient or new parameters were not finite; ")
-    assert status.message.endswith(f"; the batch of each is kept: {kept}")
+    assert status.message.endswith(f"; the batch of each is kept: {files_of_batches}")
+    (scores,) = status.metadata["token_scores"]
+    assert (scores["example_id"], scores["generation"], scores["rollout_index"]) == kept.identity == ("one", 1, 1)
 
-    trajectories = {(t.example_id, t.generation): t for group in collection.trajectories for t in group}
+    trajectories = {t.identity: t for group in collection.trajectories for t in group}
     for name in names:
         described = directory.read_json(f"bad_batches/{name[:-3]}json")
         assert described["metrics"]["loss"] is None and "metrics.loss" in described["non_finite"]
@@ -91,7 +98,7 @@ def test_a_job_says_where_the_batches_of_its_bad_updates_are(
             assert np.isinf(arrays["advantages"]).any() and "old_logprobs" in arrays and "ref_logprobs" not in arrays
             for place in described["sequences"]:
                 span = place["row"], slice(place["start"], place["start"] + place["tokens"])
-                trajectory = trajectories[place["example_id"], place["generation"]]
+                trajectory = trajectories[place["example_id"], place["generation"], place["rollout_index"]]
                 assert arrays["tokens"][span].tolist() == trajectory.sequences[0].tokens
 
 
