@@ -3,9 +3,9 @@
     python benchmarks/shared_prefix.py --out benchmarks/results/shared_prefix.json    # half an hour on two cores
     python benchmarks/shared_prefix.py --shapes 1536,512,8                            # one shape
 
-A shape is the tokens of a prompt, the tokens of an answer, and the answers to it. Both forms are one microbatch. Expect
-a third of the operations and of the temporaries at 1536,512,8, and less than a third of the time. A shape is marked
-`plain` where the trainer's planner does not share its prompts.
+A shape is the tokens of a prompt, the tokens of an answer, and the answers to it, a power of two. Both forms are one
+microbatch. Expect a third of the operations and of the temporaries at 1536,512,8, and less than a third of the time. A
+shape is marked `plain` where the trainer's planner does not share its prompts.
 """
 
 import argparse
@@ -24,16 +24,12 @@ from jaxft.core.update import loss_and_gradients
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
 from jaxft.rollout.sequences import TokenSequence
-from jaxft.training.batch import BatchPlanner, Row, TrainingBatch, make_batch
+from jaxft.training.batch import BatchPlanner, Row, TrainingBatch, make_batch, padded_width
 from machine import this_machine
 from shapes import MODELS
 from timing import in_turn
 
 SHAPES = "1536,512,8", "1024,1024,8", "256,768,8", "512,128,16", "1536,512,2"
-PLANNERS = {
-    "plain": BatchPlanner(microbatch_tokens=2**15),
-    "shared": BatchPlanner(microbatch_tokens=2**15, packed=True, shared_tokens=2**15),
-}
 OPTIMIZER = optax.sgd(1e-3)
 
 
@@ -61,7 +57,9 @@ def compare(preset: str, shape: tuple[int, int, int], rounds: int) -> dict[str, 
     """Compile, check and time both forms of a shape, and return what is written of it."""
     config = model_preset(preset)
     model, rows = decoder(config), make_rows(*shape, config.vocab_size)
-    batches = {name: with_advantages(make_batch(rows, each), shape[-1]) for name, each in PLANNERS.items()}
+    at_once = shape[-1] * padded_width(sum(shape[:2]))
+    planners = {"plain": BatchPlanner(at_once), "shared": BatchPlanner(at_once, packed=True, shared_tokens=at_once)}
+    batches = {name: with_advantages(make_batch(rows, each), shape[-1]) for name, each in planners.items()}
     params = jax.jit(model.init)(jax.random.key(0))
     gradient = jax.jit(partial(loss_and_gradients, model, jaxft.grpo_loss))
     programs: Any = {name: gradient.lower(params, batch).compile() for name, batch in batches.items()}

@@ -205,7 +205,7 @@ def find_families(sequences: Sequence[Sequence[int] | np.ndarray], untrained: Se
     order = sorted(range(len(ids)), key=lambda i: ids[i].tobytes())
     common = []
     for one, other in pairwise(order):
-        length = min(len(ids[one]), len(ids[other])) - 1
+        length = max(0, min(len(ids[one]), len(ids[other])) - 1)
         differs = ids[one][:length] != ids[other][:length]
         common.append(int(differs.argmax()) if differs.any() else length)
 
@@ -250,7 +250,7 @@ def plan_branches(
             for branch, i in enumerate(members[begin : begin + branches.count]):
                 shared[i] = common if branch else 0
                 # A sequence alone fills the prefix as far as that goes.
-                before = min(prefix, lengths[i] - 1) if len(members) == 1 else common
+                before = max(0, min(prefix, lengths[i] - 1)) if len(members) == 1 else common
                 if before > prefix or lengths[i] - before > branch_tokens:
                     raise ValueError(
                         f"sequence {i} has {before} tokens in the prefix and {lengths[i] - before} in a branch; there "

@@ -74,7 +74,8 @@ def can_share_prefixes(config: DecoderConfig, dtype: Any, sharding: Sharding | N
     It is computed once in a process, with its gradient, where the layers have it. A difference is logged.
     """
     devices, heads = compute_devices(sharding), (config.num_heads, config.num_kv_heads, config.head_dim)
-    for scores, (kernel, _) in layer_kernels(config, dtype, devices, has_segments=False).items():
+    for windowed, (kernel, _) in layer_kernels(config, dtype, devices, has_segments=False).items():
+        scores = windowed._replace(window=None)  # which rows may be shorter than
         if takes_prefix(kernel, scores):
             leak = float(jax.jit(partial(prefix_leak, scores, heads, dtype))())
             if not leak <= LARGEST_LEAK:
@@ -118,7 +119,9 @@ def prefix_leak(scores: Scores, heads: tuple[int, int, int], dtype: Any) -> Floa
     sizes = (jnp.sqrt((x**2).sum(axis=-1).mean(axis=1, keepdims=True)) for x in right)
     off = (jnp.linalg.norm(x.astype(jnp.float32) - y, axis=-1) for x, y in zip(found, right, strict=True))
     real = is_real[:, :, None]
-    return jnp.stack([jnp.where(real, x / size, 0).max() for x, size in zip(off, sizes, strict=True)]).max()
+    padded = jnp.stack([jnp.where(real, 0, jnp.abs(x).max(axis=-1)).max() for x in found[1:]]).max()
+    leaks = [jnp.where(real, x / size, 0).max() for x, size in zip(off, sizes, strict=True)]
+    return jnp.stack([*leaks, padded]).max()  # padding gets no gradient
 
 
 @cache

@@ -137,8 +137,10 @@ def _backward(scale: float, branches: Branches, saved: Any, gradient: Array) -> 
     by_prefix = _kernel_backward(scale, *prefix, of_prefix, d_prefix)
     by_own = _kernel_backward(scale, *own, of_own, d_joined.reshape(own[0].shape))
     by_across = _kernel_backward(scale, *across, joined, d_joined)
-    is_seen = (lengths > 0)[:, None, None, None]
-    dq_across, dk_across, dv_across = (jnp.where(is_seen, each, 0) for each in by_across)
+    # What the kernel writes for keys that no query sees, or for queries that see none, is not said anywhere.
+    is_seen = (jnp.arange(end) < lengths[:, None])[:, :, None, None]
+    dq_across = jnp.where(is_seen[:, :1], by_across[0], 0)
+    dk_across, dv_across = (jnp.where(is_seen, each, 0) for each in by_across[1:])
     of_branches = [each.reshape(rows, -1, *each.shape[2:]) for each in by_own]
     of_prefixes = [by_prefix[0], by_prefix[1] + dk_across, by_prefix[2] + dv_across]
     of_branches[0] += dq_across

@@ -248,7 +248,7 @@ class BatchPlanner:
         alone = sum(math.prod(shape) for shape in shapes)
         prefix, fewest = padded_width(longest), min(MOST_OF_TOKENS * alone, alone - LEAST_SAVED)
         own = [
-            lengths[i] - (family.shared if len(family.members) > 1 else min(prefix, lengths[i] - 1))
+            lengths[i] - (family.shared if len(family.members) > 1 else max(0, min(prefix, lengths[i] - 1)))
             for family in families
             for i in family.members
         ]

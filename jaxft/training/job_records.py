@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxft.core.packing import unpack
 from jaxft.files import safe_name, with_non_finite_named
 from jaxft.harness.data_models import EpisodeIdentity, Trajectory
 from jaxft.redaction import redacted_tokens
@@ -96,13 +97,10 @@ class BadBatches:
         arrays: dict[str, Any] = {
             field: table for field, table in batch.batch._replace(branches=None)._asdict().items() if table is not None
         }
-        own = [span[:3] for span in batch.packing.own]  # of tokens that no earlier sequence of the row has
-        spans = [(int(number), *span) for number, span in zip(batch.trajectories, own, strict=True)]
         if self._decode is not None:
+            hidden = [redacted_tokens(each.tolist(), self._decode) for each in unpack(batch.packing, arrays["tokens"])]
             arrays["tokens"] = np.array(arrays["tokens"])
-            for _, row, start, length in spans:
-                tokens = arrays["tokens"][row, start : start + length]
-                tokens[:] = redacted_tokens(tokens.tolist(), self._decode)
+            np.minimum.at(arrays["tokens"], batch.tokens, np.concatenate(hidden))  # -1 wherever a sequence has it
         np.savez(content, **arrays)  # dates every array 1980-01-01
         self._directory.write_bytes(f"{name}.npz", content.getvalue())
 
@@ -111,8 +109,10 @@ class BadBatches:
                 return {"trajectory": number}
             return _named(trajectories[number])
 
+        spans = zip(batch.trajectories.tolist(), batch.packing.own, strict=True)
         sequences = [
-            {**episode(number), "row": row, "start": start, "tokens": length} for number, row, start, length in spans
+            {**episode(number), "row": row, "start": start, "tokens": tokens} | ({"shared": shared} if shared else {})
+            for number, (row, start, tokens, shared) in spans
         ]
         described = {
             "run_id": run_id,
@@ -121,6 +121,8 @@ class BadBatches:
             "microbatch_shapes": [list(shape) for shape in batch.microbatch_shapes],
             "sequences": sequences,
         }
+        if batch.packing.branches is not None:  # behind which the shared tokens of a sequence end
+            described["prefix_tokens"] = batch.packing.branches.prefix_tokens
         self._directory.write_json(f"{name}.json", with_non_finite_named(described))
 
 

@@ -176,8 +176,8 @@ class Learner:
         self._packing, self._seed = packing, seed
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
-        is_moved = self._has_several_updates or (loss.correction is not None and loss.correction.name == "ratio")
-        if loss.name == "kl_cov" and not is_moved:
+        self._divides_by_sampler = loss.correction is not None and loss.correction.name == "ratio"
+        if loss.name == "kl_cov" and not (self._has_several_updates or self._divides_by_sampler):
             raise ValueError(
                 "loss 'kl_cov' makes one update of each job, where its penalty has no gradient: set num_minibatches or "
                 "num_iterations above 1, or take 'clip_cov'"
@@ -252,6 +252,10 @@ class Learner:
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"
         minibatches = divide(job, planner, self._num_minibatches, self._num_iterations, seed)
+        if loss.name == "kl_cov" and not self._divides_by_sampler:
+            # The first update's ratios are 1 up to rounding, which would set the sign of the penalty's gradient.
+            nothing: Any = np.zeros(minibatches[0].turns.shape, np.bool_)
+            minibatches[0] = minibatches[0]._replace(batch=minibatches[0].batch._replace(selected=nothing))
 
         state, rate = self._train_state(params), float(self._rate_at(self.step))
         history: list[dict[str, Any]] = []
@@ -323,7 +327,9 @@ class Learner:
         """Call `keep_scores` with each kept row; `laid_out` is the job before its scores and advantages."""
         chosen = select_sequences(laid_out, np.array(kept_rows), self._kept_planner())
         scored = score_tokens(chosen, pausing(partial(self._scored, params, value_head=None), pause))
-        entropies, advantages = unpack(chosen.packing, scored.entropy), unpack(job.packing, job.batch.advantages)
+        trained = job.per_token(job.batch.advantages) * job.per_token(job.batch.completion_mask)
+        advantages = np.split(trained, np.cumsum(job.packing.lengths)[:-1])
+        entropies = unpack(chosen.packing, scored.entropy)
         for row, of_row in zip(kept_rows, entropies, strict=True):
             keep_scores(row, TokenScores(advantages[row], of_row))
 

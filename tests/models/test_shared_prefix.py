@@ -1,5 +1,8 @@
 """Attention to a shared prefix, joined from two calls of cuDNN: by the formulas of its kernels, which no CPU has."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -79,3 +82,41 @@ def test_windows_are_not_joined():
 def test_the_kernels_of_the_device_are_joined(heads, head_dim):
     leak = jax.jit(partial(prefix_leak, Scores(head_dim**-0.5), (*heads, head_dim), jnp.bfloat16))()
     assert np.asarray(leak) < 0.1
+
+
+ON_A_MESH = """
+import jax
+import numpy as np
+from jaxft.core.objectives import score_batch
+from jaxft.core.packing import Branches, Family, pack, plan_branches, segments
+from jaxft.core.sharding import make_mesh
+from jaxft.core.types import Batch
+from jaxft.models.config import PRESETS
+from jaxft.models.decoder import decoder
+from jaxft.models.decoder_sharding import sharding_for
+from tests.models.weights import random_params
+
+config, draw = PRESETS["qwen3-50k"], np.random.default_rng(0)
+sequences = [[3 + i // 2] * 9 + draw.integers(10, 20, 5).tolist() for i in range(16)]
+families = [Family([i, i + 1], 9) for i in range(0, 16, 2)]
+packing = plan_branches(families, [14] * 16, Branches(16, 2), 8)
+ids, positions = segments(packing)
+mask = pack(packing, [[False] * 9 + [True] * 5] * 16, bool)
+tokens = pack(packing, sequences, np.int32)
+batch = Batch(tokens, mask, positions=positions, segment_ids=ids, branches=packing.branches)
+
+def gradients(model):
+    return jax.jit(jax.grad(lambda params: score_batch(model, params, batch).logprobs.mean()))(random_params(config))
+
+alone = gradients(decoder(config))
+for sizes in ((2, 2, 2), (1, 4, 2)):
+    spread = gradients(decoder(config, sharding=sharding_for(config, make_mesh(*sizes))))
+    for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True):
+        np.testing.assert_allclose(np.asarray(other), np.asarray(one), rtol=0, atol=1e-5 * np.abs(one).max())
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_a_mesh_share_prefixes():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    subprocess.run([sys.executable, "-c", ON_A_MESH], env=os.environ | {"XLA_FLAGS": flags}, check=True)

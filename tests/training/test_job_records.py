@@ -9,14 +9,16 @@ import jax
 import numpy as np
 import pytest
 
+import jaxft.training.batch as batch_module
 from jaxft.components.configs import LocalTrainerAdapterConfig
 from jaxft.components.local_adapter import LocalTrainerAdapter
+from jaxft.core.packing import unpack
 from jaxft.errors import RunDirectoryError
 from jaxft.harness.data_models import TrainingStatusEnum
 from jaxft.models.bridge import from_function
 from jaxft.redaction import hiding
 from jaxft.runs.directory import RunDirectory
-from jaxft.training.batch import BatchPlanner, make_batch
+from jaxft.training.batch import BatchPlanner, Row, make_batch
 from jaxft.training.job_records import MAX_KEPT, BadBatches, BadUpdate
 from jaxft.training.rows import gather_rows
 
@@ -150,6 +152,28 @@ def test_token_ids_that_spell_a_secret_are_masked(make_bad_update, directory, to
         kept = arrays["tokens"][place["row"], place["start"] :][: len(spelled)].tolist()
         assert (arrays["tokens"] == -1).sum() == kept.count(-1)  # of the other sequences none
     assert tokenizer.decode([token for token in kept if token >= 0]) == "key !"
+
+
+def test_a_secret_is_masked_across_the_end_of_a_shared_prefix(make_sequence, directory, tokenizer, monkeypatch):
+    monkeypatch.setattr(batch_module, "LEAST_SAVED", 0)
+    rows = []
+    for i, text in enumerate(("my sk-TEST-SENTINEL! aa", "my sk-TEST-SENTINEL! bb", "my sk-TEST-SEVERAL? cc")):
+        tokens = [5] * 40 + tokenizer.encode(text)
+        names = ("sampler_logprobs", "behavior_logprobs", "temperatures", "policy_versions")
+        mask = [place >= len(tokens) - 2 for place in range(len(tokens))]
+        rows.append(
+            Row(make_sequence(**dict.fromkeys(names, [1] * len(tokens)), tokens=tokens, completion_mask=mask), i)
+        )
+    batch = make_batch(rows, BatchPlanner(1024, packed=True, shared_tokens=1024))
+    with hiding(["sk-TEST-SENTINEL"]):
+        BadBatches(directory, print, tokenizer.decode).keep("epoch_00000", [BadUpdate(1, {}, batch)], [])
+    written = directory.read_json("bad_batches/epoch_00000-1.json")
+    with np.load(directory.path / "bad_batches" / "epoch_00000-1.npz") as arrays:
+        kept = unpack(batch.packing, arrays["tokens"])
+    assert written["prefix_tokens"] >= max(place.get("shared", 0) for place in written["sequences"]) > 40
+    for row, found in zip(rows[:2], kept, strict=False):
+        assert (found == -1).sum() >= len("sk-TEST-SENTINEL")
+        assert all(token in (-1, right) for token, right in zip(found.tolist(), row.sequence.tokens, strict=True))
 
 
 def test_pairs_are_counted_where_episodes_are_not_known(make_bad_update, directory):
