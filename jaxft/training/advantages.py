@@ -301,7 +301,8 @@ def compute_advantages(
         known = ~np.isnan(returns), np.nan_to_num(returns), np.abs(np.nan_to_num(returns))
         counts, sums, sizes = (np.bincount(credit.group_ids, each) for each in known)
         metrics["nonpositive_mean_groups"] = int(np.sum((counts > 1) & (sums <= EQUAL_REWARDS * sizes)))
-    tables: dict[str, Any] = {name: job.table(values.astype(np.float32)) for name, values in computed.items()}
+    with np.errstate(over="ignore"):  # an update with an infinite advantage is not finite, and counted
+        tables: dict[str, Any] = {name: job.table(values.astype(np.float32)) for name, values in computed.items()}
     return job._replace(batch=job.batch._replace(**tables)), metrics
 
 
