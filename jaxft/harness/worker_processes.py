@@ -138,7 +138,9 @@ def _guard_worker(connection: socket.socket, output: Connection, trace: Connecti
         _be_worker(connection, output, trace, *arguments)
     connection.close()
     threading.Thread(target=outlive_run, daemon=True).start()
-    code, worker = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]), 0
+    os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
+    ended, worker = worker, 0  # before its id is given away, which `ask` may be about to use
+    code = os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
     kill_descendants()
     os._exit(code if code >= 0 else SIGNALLED - code)
 
