@@ -9,8 +9,12 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 
 from jaxft.errors import ConfigError
+
+NUM_KEPT = 8
+"""Number of the latest epochs whose examples are kept; those of earlier ones are chosen again if they are asked for."""
 
 
 class ExampleOrder:
@@ -55,13 +59,17 @@ class ExampleOrder:
                 fault = f"has {len(ids[task])} rows, but a share of {float(share):g} of the {self.count} examples"
                 way = f"lower its weight, or examples_per_update to {most}" if ids[task] else "add some, or take it out"
                 raise ConfigError([f"finetuning.per_task.{task}: {fault} of an epoch: {way}"])
-        self._epochs, self._next = list[list[str]](), _epochs(ids, shares, seed)
+        self._choose = partial(_epochs, ids, shares, seed)
+        self._kept, self._next = dict[int, list[str]](), enumerate(self._choose())
 
     def examples(self, epoch: int) -> list[str]:
         """Return the examples of an epoch."""
-        while len(self._epochs) <= epoch:
-            self._epochs.append(next(self._next))
-        return self._epochs[epoch]
+        if epoch < min(self._kept, default=0):
+            self._kept, self._next = {}, enumerate(self._choose())
+        while epoch not in self._kept:
+            number, self._kept[number] = next(self._next)
+            self._kept.pop(number - NUM_KEPT, None)
+        return self._kept[epoch]
 
 
 def _epochs(

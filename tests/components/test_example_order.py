@@ -18,6 +18,7 @@ def test_every_pass_has_each_example_once(count):
     assert len({tuple(each) for each in passes}) == len(passes)  # in orders of their own
     resumed = ExampleOrder({None: ids}, {None: 1.0}, count, seed=5)
     assert [resumed.examples(epoch) for epoch in (41, 7)] == [epochs[41], epochs[7]]
+    assert order.examples(0) == epochs[0] and order.examples(0) is not epochs[0]  # which is not kept for ever
 
 
 TASKS = {"a": [f"a{n}" for n in range(40)], "b": [f"b{n}" for n in range(7)], "c": [f"c{n}" for n in range(12)]}
