@@ -283,19 +283,22 @@ def task_metrics(groups: Sequence[Sequence[Trajectory]], pass_threshold: float) 
     Args:
         groups: the groups of an epoch.
         pass_threshold: the least reward of a trajectory that solves its example.
+
+    >>> task_metrics([[Trajectory(episode=[], reward=None)]], 1.0)
+    {'episodes': 1, 'equal_reward_groups': 0, 'completion_tokens_mean': 0.0}
     """
     rewards = [[trajectory.reward for trajectory in group if trajectory.scorable] for group in groups]
-    rows = [row for group in groups for trajectory in group for row in trajectory.sequences or ()]
-    known, episodes = [reward for group in rewards for reward in group], sum(map(len, groups))
+    episodes = [trajectory.sequences or [] for group in groups for trajectory in group]
+    known = [reward for group in rewards for reward in group]
     means: dict[str, list[float]] = {
         "reward_mean": known,
         "solved_fraction": [reward >= pass_threshold for reward in known],
-        "truncated_fraction": [row.truncated for row in rows],
+        "truncated_fraction": [row.truncated for rows in episodes for row in rows],
+        "completion_tokens_mean": [sum(sum(row.completion_mask) for row in rows) for rows in episodes],
     }
     return {
-        "episodes": episodes,
-        "equal_reward_groups": sum(max(group, default=0.0) == min(group, default=0.0) for group in rewards),
-        "completion_tokens_mean": sum(sum(row.completion_mask) for row in rows) / max(1, episodes),
+        "episodes": len(episodes),
+        "equal_reward_groups": sum(max(group) == min(group) for group in rewards if group),
         **{name: sum(values) / len(values) for name, values in means.items() if values},
     }
 

@@ -670,9 +670,12 @@ def test_tasks_have_their_shares_and_metrics(train):
     _, rows, *_ = train(play, adapter, names="abcd", epochs=3, examples_per_update=2, finetuning=finetuning)
     taken = [[(group[0].example_id, group[0].task) for group in each.trajectories] for each in adapter.submitted]
     assert all(name == task for epoch in taken for name, task in epoch)
-    assert sorted(name for epoch in taken for name, _ in epoch) == list("aabbcd")
+    assert sorted(name for epoch in taken for name, _ in epoch) == list("aabbc")  # rewards of d are equal
     metrics = {name: [row[f"name=a/{name}"] for row in rows] for name in ("episodes", "curriculum_groups")}
     assert metrics == {"episodes": [2, 0, 2], "curriculum_groups": [1, 0, 1]}
+    assert sorted(row["name=d/episodes"] for row in rows) == [0, 0, 2]
+    assert [row["name=a/equal_reward_groups"] for row in rows] == [0, 0, 0]
+    assert [row.get("name=a/completion_tokens_mean") for row in rows] == [0.0, None, 0.0]
     assert [row.get("name=a/reward_mean") for row in rows] == [0.5, None, 0.5]
     assert [row.get("name=a/solved_fraction") for row in rows] == [0.5, None, 0.5]
 
