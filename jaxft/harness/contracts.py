@@ -138,8 +138,9 @@ class TrajectoryBuilder(ABC):
             return None
         config = self.trajectory_builder_config.reward
         if config is not None and config.unusable == "error":
+            name = output_item.evaluator or config.name  # a task may have an evaluator of its own
             raise TrajectoryError(
-                f"example '{output_item.id}', generation {output_item.generation}: '{config.name}' gave no finite "
+                f"example '{output_item.id}', generation {output_item.generation}: '{name}' gave no finite "
                 f"number as the reward ({output_item.reasoning}): mend the evaluator, or set "
                 "finetuning.reward_function.unusable to unscorable or zero"
             )

@@ -85,6 +85,7 @@ class EpisodeOutcome:
             error=self.error,
             generation=self.generation,
             named_scores=given if isinstance(given, dict) and score is not None else None,
+            evaluator=name,
         )
 
     def scored(self, scores: ScoresByEvaluator, seconds: float) -> "EpisodeOutcome":

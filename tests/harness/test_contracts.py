@@ -183,8 +183,10 @@ def test_failed_episodes_of_run_eval_are_shown_and_have_no_reward(toy_run, tmp_p
     assert "2 of 6 episodes" in message and "example '1', generation 0: ValueError: cannot answer b" in message
 
 
-@pytest.mark.parametrize("unusable", [None, "unscorable", "zero", "error"])
-def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, unusable):
+@pytest.mark.parametrize(
+    ("unusable", "task"), [(None, None), ("unscorable", None), ("zero", None), ("error", None), ("error", "of_task")]
+)
+def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, unusable, task):
     toy_run["finetuning"]["reward_function"] |= {} if unusable is None else {"unusable": unusable}
 
     async def use(session):
@@ -192,10 +194,12 @@ def test_compute_reward_is_the_score_or_what_stands_for_none(toy_run, tmp_path, 
         await builder.initialize(session.config.finetuning)
         failed = EvalOutputItem(id="a", score=None, error="ValueError")
         assert [await builder.compute_reward(i) for i in (EvalOutputItem(id="a", score=0.25), failed)] == [0.25, None]
-        return await builder.compute_reward(EvalOutputItem(id="a", score=None, generation=3, reasoning="is nan"))
+        return await builder.compute_reward(
+            EvalOutputItem(id="a", score=None, generation=3, reasoning="is nan", evaluator=task)
+        )
 
     if unusable == "error":
-        with pytest.raises(TrajectoryError, match=r"example 'a', generation 3: 'match' gave .*is nan"):
+        with pytest.raises(TrajectoryError, match=rf"example 'a', generation 3: '{task or 'match'}' gave .*is nan"):
             with_session(toy_run, tmp_path, use)
     else:
         assert with_session(toy_run, tmp_path, use) == {"zero": 0.0}.get(unusable)
