@@ -213,7 +213,9 @@ class Config(ModelsConfig):
         builder = self.trajectory_builders.get(self.finetuning.trajectory_builder or "")
         is_judged = self.finetuning.reward_function is not None or not self.finetuning.enabled
         if builder is not None and builder.needs_reward and not is_judged:
-            raise_faults([("finetuning", "enabled, but without reward_function")])
+            # Its `unusable` is for all tasks.
+            more = "; it is needed beside evaluators of per_task: name one of them" if self.finetuning.per_task else ""
+            raise_faults([("finetuning", f"enabled, but without reward_function{more}")])
         self.resolve({})
         both = (self.llms, self.trainer_adapters)
         raise_faults(fault for each in both for name, part in each.items() for fault in part.faults(name, self))

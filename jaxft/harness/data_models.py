@@ -190,7 +190,7 @@ class EvalInput(DataModel):
 class EvalOutputItem(DataModel):
     """One evaluator's score of one episode; None when the episode failed or the score is not a finite number.
 
-    An evaluator may give any `id`; that of the example takes its place.
+    An evaluator may give any `id`; that of the example takes its place. The run sets `evaluator`, the name of its own.
     """
 
     id: Any
@@ -200,6 +200,7 @@ class EvalOutputItem(DataModel):
     # jaxft's own
     generation: int = 0
     named_scores: dict[str, float | None] | None = None
+    evaluator: str | None = Field(default=None, exclude=True, repr=False)
 
 
 class EvalOutput(DataModel):
@@ -334,6 +335,11 @@ AnyLogger = Annotated[SerializeAsAny[LoggerConfig], chosen_by_type(LoggerConfig)
 """A logger; a name alone stands for a logger of that `_type` with its defaults."""
 
 
+def _given(part: Any) -> Any:
+    """Return a part of a configuration with the fields that it names only, as a mapping if it is a model."""
+    return part.model_dump(exclude_unset=True) if isinstance(part, BaseModel) else part
+
+
 class FinetuneConfig(ConfigModel):
     """The section `finetuning`: the components of the run, its length, its seed and its directory."""
 
@@ -346,7 +352,9 @@ class FinetuneConfig(ConfigModel):
         default=None, description="An entry of trainer_adapters; null only if not enabled."
     )
     reward_function: RewardFunctionConfig | None = Field(
-        default=None, description="The evaluator whose score is the reward; null only if not enabled."
+        default=None,
+        description="The evaluator whose score is the reward, except of tasks with one of their own; null only if not "
+        "enabled.",
     )
     num_epochs: int = Field(
         default=1, ge=1, description="Number of epochs, each a collection of trajectories with its updates."
@@ -405,10 +413,11 @@ class FinetuneConfig(ConfigModel):
     @classmethod
     def _tasks_share_a_curriculum(cls, values: Any) -> Any:
         """Let the curriculum of a task have the fields of that of the run which it does not name."""
-        shared, tasks = entries(values, "curriculum_learning"), dict(entries(values, "per_task"))
+        tasks = {name: _given(task) for name, task in entries(values, "per_task").items()}
+        shared = _given(values.get("curriculum_learning")) if tasks else {}
         for name, task in tasks.items():
             if isinstance(task, dict) and isinstance(own := task.get("curriculum_learning"), dict):
-                tasks[name] = task | {"curriculum_learning": shared | own}
+                tasks[name] = task | {"curriculum_learning": (shared if isinstance(shared, dict) else {}) | own}
         return values | {"per_task": tasks} if tasks else values
 
     @field_validator("run_configuration")

@@ -161,4 +161,6 @@ def test_only_builders_of_episodes_need_a_reward(tmp_path, monkeypatch):
     Path("logs.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     assert main(["init", "--from", "logs.jsonl", "from_logs"]) == 0
     with pytest.raises(ConfigError, match="finetuning: enabled, but without reward_function"):
-        load_config("from_logs/run.yml", [("trajectory_builders.rows", "{_type: grpo_trajectory_builder}")])
+        load_config("from_logs/run.yml", rewarded := [("trajectory_builders.rows", "{_type: grpo_trajectory_builder}")])
+    with pytest.raises(ConfigError, match=r"reward_function; .* per_task: name one"):
+        load_config("from_logs/run.yml", [*rewarded, ("finetuning.per_task", "{a: {}}")])

@@ -73,6 +73,7 @@ def test_each_task_has_its_evaluator_and_others_score_all_rows():
         "length": 1.0,
     }
     assert dict(summary.evaluation_results)["first"].eval_output_items[1].reasoning is None
+    assert dict(summary.evaluation_results)["second"].eval_output_items[1].evaluator == "second"
     by_task = {"kind=a/reward": 1.0, "kind=a/episodes": 2, "kind=b/reward": 22.0, "kind=b/episodes": 1}
     assert summary.scores == by_task
 
@@ -190,6 +191,10 @@ def test_a_curriculum_of_a_task_overrides_what_it_names(toy_run, tmp_path):
     assert config.per_task["b"].curriculum_learning is None
     own = config.per_task["a"].curriculum_learning
     assert own == config.curriculum_learning.model_copy(update={"min_reward_diff": 0.2})
+    shared, task = CurriculumLearningConfig(**finetuning["curriculum_learning"]), finetuning["per_task"]["a"]
+    for each in (task, TaskConfig(**task)):
+        config = FinetuneConfig(curriculum_learning=shared, per_task={"a": each, "b": TaskConfig()})
+        assert config.per_task == {"a": TaskConfig(curriculum_learning=own), "b": TaskConfig()}
 
 
 @pytest.mark.parametrize(
