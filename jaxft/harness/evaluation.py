@@ -30,7 +30,7 @@ from jaxft.harness.evaluators import (
 )
 from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes, part_of_process
 from jaxft.harness.steps import EpisodeSteps
-from jaxft.harness.supervision import Supervisor, is_async, named
+from jaxft.harness.supervision import GRACE_SECONDS, Supervisor, is_async, named
 from jaxft.harness.tasks import Tasks, workflow_of
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.current import outside_calls, recording
@@ -325,16 +325,25 @@ class Evaluation:
                 workflow = workflow_of(self._workflow, item.full_dataset_entry)
                 # A copy, as an episode that changes its row must not change the row of another episode.
                 episode.input_obj = copy.deepcopy(item.input_obj)
-                output = await self.supervisor.run(
-                    workflow,
-                    copy.deepcopy(item.full_dataset_entry),
-                    name=named(episode),
-                    run_in_thread=not is_async(workflow),
-                    seconds=self._timeout_seconds,
-                    late="the workflow gave no output",
+                running = asyncio.create_task(
+                    self.supervisor.run(
+                        workflow,
+                        copy.deepcopy(item.full_dataset_entry),
+                        name=named(episode),
+                        run_in_thread=not is_async(workflow),
+                        seconds=self._timeout_seconds,
+                        late="the workflow gave no output",
+                    )
                 )
+                loop = asyncio.get_running_loop()
+                end = partial(loop.call_later, GRACE_SECONDS, running.cancel)  # if it does not end by itself
+                episode.on_carried = partial(loop.call_soon_threadsafe, end)
+                output = await running
                 if self._result_json_path is not None:
                     output = at_json_path(output, self._result_json_path)
+        except asyncio.CancelledError:
+            if not episode.is_carried or (task := asyncio.current_task()) is None or task.cancelling():
+                raise
         except UserCodeError as failure:
             # Not the fault of the episode: all others would fail, too.
             if isinstance(failure.error, PolicyError):

@@ -80,6 +80,7 @@ class Episode:
         answer_tokens: tokens that each answer may get before the episode is carried over; None: any number.
         is_carried: True once an answer had them, and all others had theirs or an end: the next collection runs the
             agent again, with the same `answers`.
+        on_carried: called when it is, in any thread.
     """
 
     run_seed: int
@@ -102,6 +103,7 @@ class Episode:
     answers: dict[str, Completion] | None = field(default=None, repr=False, compare=False)
     answer_tokens: int | None = field(default=None, repr=False, compare=False)
     is_carried: bool = False
+    on_carried: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     _sampling: int = field(default=0, repr=False, compare=False)
     _begun: int = field(default=0, repr=False)
     _remote_begun: int = field(default=0, repr=False)
@@ -144,9 +146,12 @@ class Episode:
         chooses by length, and biases.
         """
         with _lock:
-            if not self._sampling and not self._is_over:
-                self._is_over = self.is_carried = True
-            return self._is_over
+            if self._sampling or self._is_over:
+                return self._is_over
+            self._is_over = self.is_carried = True
+        if self.on_carried is not None:
+            self.on_carried()
+        return True
 
     async def check_open(self) -> None:
         """Raise `CancelledError` if the episode has ended: its agent still runs, but nobody waits for it."""

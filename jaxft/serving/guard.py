@@ -88,7 +88,7 @@ class Guard:
             await refuse(error, scope, receive, respond)
         except asyncio.CancelledError:  # the server stops, or the episode of the call has ended
             if not has_begun:
-                ended = unavailable("the episode of this call has ended, or the server is stopping")
+                ended = _carried(scope) or unavailable("the episode of this call has ended, or the server is stopping")
                 await refuse(ended, scope, receive, respond)
         finally:
             self.num_requests -= 1
@@ -120,6 +120,8 @@ class Guard:
         """Raise an `APIError` unless the request has the key of the server, or belongs to an episode."""
         token, _ = episode_token(scope)
         if token is not None:
+            if (carried := _carried(scope)) is not None:
+                raise carried
             episode = episode_of_token(token)
             if episode is None or episode.is_over:
                 raise _refuse_key("the base URL or key is that of no running episode: each episode has its own")
@@ -176,6 +178,15 @@ def _busy(message: str) -> APIError:
 
 def _refuse_key(message: str) -> APIError:
     return APIError(message, status=401, kind="authentication_error", code="invalid_api_key")
+
+
+def _carried(scope: Scope) -> APIError | None:
+    """Return the refusal of a call of an episode that goes on in the next collection; None for any other."""
+    token, _ = episode_token(scope)
+    episode = None if token is None else episode_of_token(token)
+    if episode is None or not episode.is_carried:
+        return None
+    return _refuse_key("the episode goes on in the next collection, which runs the agent again: end here")
 
 
 def _digest(key: bytes) -> bytes:

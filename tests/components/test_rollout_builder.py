@@ -222,7 +222,7 @@ def collect_until_all_have_ended(make_items):
                 state, wanted = builder.state(), []
             return collections
 
-        return asyncio.run(main())
+        return asyncio.run(asyncio.wait_for(main(), 60))
 
     return collect
 
@@ -278,10 +278,11 @@ def test_a_group_ends_before_it_is_too_old(collect_until_all_have_ended, ask_at_
     assert [len(each.trajectories) for each in collections] == [0, 2]
 
 
-@pytest.mark.parametrize("kind", ["catches", "in a thread", "at random"])
-def test_agents_that_do_not_end_as_they_are_told(collect_until_all_have_ended, policy, kind):
-    """One that catches the error is carried over all the same; one that asks something else loses its answers."""
+@pytest.mark.parametrize("kind", ["catches", "stays", "in a thread", "at random"])
+def test_agents_that_do_not_end_as_they_are_told(collect_until_all_have_ended, policy, kind, monkeypatch):
+    """One that catches the error is carried over all the same, cancelled if it stays; other questions lose answers."""
     llm, asked = ChatClient(policy), random.Random(0)
+    monkeypatch.setattr("jaxft.harness.evaluation.GRACE_SECONDS", 0.0 if kind == "stays" else 5.0)
 
     async def ask(example):
         content = str(asked.random()) if kind == "at random" else example["name"]
@@ -290,6 +291,8 @@ def test_agents_that_do_not_end_as_they_are_told(collect_until_all_have_ended, p
         except asyncio.CancelledError:
             if kind == "catches":
                 return "nothing"
+            if kind == "stays":
+                await asyncio.Event().wait()
             raise
 
     def ask_in_thread(example):

@@ -140,6 +140,12 @@ def test_the_end_of_an_episode_ends_its_running_call(llm):
         status, answer, _ = asyncio.run(begin_and_end(server, episode))
         assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
         assert episode.calls == []
+        carried = make_episode(server_url=server.url, answers={}, answer_tokens=2)
+        for _ in range(2):  # the call that stops the episode, and a later one
+            path = carried.base_url.removeprefix(server.url) + "/chat/completions"
+            status, answer, _ = request(server, ENDLESS, path)
+            assert status == 401 and "goes on in the next collection" in answer["error"]["message"]
+        assert carried.is_carried and carried.calls == []
 
 
 def test_names_of_this_machine_and_allowed_ones_are_served_and_no_others(llm):
