@@ -20,6 +20,7 @@ from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfi
 from jaxft.harness.arrow_datasets import HuggingFaceDatasetConfig
 from jaxft.harness.config import Config
 from jaxft.harness.session import MODEL_FOLDER
+from jaxft.harness.tasks import tasks_of
 from jaxft.models.model_card import hub_id, licence, make_card, reference
 from jaxft.redaction import redacted
 from jaxft.runs.directory import RunDirectory
@@ -84,12 +85,16 @@ def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdap
     builder = config.trajectory_builders.get(str(finetuning.trajectory_builder))
     components = [each for each in (trainer, builder, adapter) if each is not None]
     devices = Counter(name.rsplit(" (", 1)[0] for name in about.get("devices", []))
-    dataset = config.eval.general.dataset
+    dataset, reward = config.eval.general.dataset, finetuning.reward_function
+    evaluators = tasks_of(finetuning).evaluators(None if reward is None else reward.name).values()
+    named = enumerate(finetuning.per_task.items(), 1)
+    tasks = {name if NAME.fullmatch(name) else f"task {place}": task for place, (name, task) in named}
     facts = {
         "loss": f"`{adapter.loss.name if adapter.loss.function is None else adapter.loss.function.name}`",
         "trainer": ", ".join(f"`{each.type_name}`" for each in components),
         "agent": f"`{config.workflow.type_name}`",
-        "reward": finetuning.reward_function and f"`{finetuning.reward_function.name}`",
+        "reward": ", ".join(f"`{name}`" for name in dict.fromkeys(evaluators) if name),
+        "tasks": ", ".join(f"`{name}`" for name in tasks),
         "training data": ", ".join([f"`{dataset.type_name}`", *(f"{n} `{value}`" for n, value in _settings(dataset))]),
         "epochs": len(rows),
         "preference pairs": round(sum(row.get("pairs_trained", 0) for row in rows)),
@@ -110,6 +115,7 @@ def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdap
     }
     shown = [*components, finetuning.curriculum_learning, config.llms[adapter.llm]]
     settings = [pair for component in shown for pair in _settings(component)]
+    settings += [(f"per_task.{name}.{path}", value) for name, task in tasks.items() for path, value in _settings(task)]
     earlier = rows[0].get("policy_version", 0) - (rows[0].get("applied_updates", 0) > 0) if rows else 0
     return {"facts": facts, "rewards": rewards, "settings": settings, "earlier_updates": earlier}
 

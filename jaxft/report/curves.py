@@ -135,7 +135,9 @@ def _varies(rows: Sequence[Row], name: str) -> bool:
 
 def validation(run: RunRecords) -> dict[str, Any] | None:
     """Return charts and tables of curriculum and validation; None for a run that has neither."""
-    has_curriculum = bool(((run.config.get("finetuning") or {}).get("curriculum_learning") or {}).get("enabled"))
+    finetuning = run.config.get("finetuning") or {}
+    parts = [finetuning, *(finetuning.get("per_task") or {}).values()]  # each task may have one
+    has_curriculum = any((part.get("curriculum_learning") or {}).get("enabled") for part in parts)
     if not run.validations and not has_curriculum:
         return None
     kinds = [*["Curriculum"] * has_curriculum, *["Validation"] * bool(run.validations)]

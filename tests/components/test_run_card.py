@@ -108,6 +108,16 @@ def test_a_card_has_no_path_no_address_and_no_secret(card, tmp_path):
     assert "(apache-2.0) applies to these weights" in card(llms__policy__path=str(folder)).text
 
 
+def test_a_card_names_the_tasks_with_their_evaluators_and_weights(card):
+    per_task = {"sums": {}, "words": {"weight": 3, "evaluator": "spelled", "curriculum_learning": {"enabled": True}}}
+    evaluators = {name: {"_type": "llm_judge", "llm": "policy"} for name in ("won", "spelled")}
+    text = card(finetuning__per_task=per_task | {"| mine": {}}, eval__evaluators=evaluators).text
+    assert "| reward | `won`, `spelled` |" in text and "| tasks | `sums`, `words`, `task 3` |" in text
+    for name, value in (("weight", "3.0"), ("evaluator", "spelled"), ("curriculum_learning.enabled", "true")):
+        assert f"| `per_task.words.{name}` | `{value}` |" in text
+    assert "mine" not in text and "| tasks" not in card().text
+
+
 def test_a_card_says_what_else_changed_the_weights(card):
     assert "the weights were changed 5 times" in card(version=7).text
 

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import yaml
 
 from jaxft.cli import main
 from jaxft.errors import RunDirectoryError
@@ -147,7 +148,7 @@ def test_phases_are_without_the_epochs_that_compile(page, run):
     assert f"{100 * share:.3g} %" in page.sections["timings"] and "epochs 0, 2, in which" in page.sections["timings"]
 
 
-def test_nothing_is_shown_where_there_is_nothing(tmp_path):
+def test_what_a_run_does_not_have_is_not_shown_and_the_curriculum_of_a_task_is(tmp_path):
     run = make_run(tmp_path / "run", epochs=3)
     environment = json.loads((run / "environment.json").read_text())
     write_json(run / "environment.json", environment | {"git_commit": None, "devices": []})
@@ -155,8 +156,13 @@ def test_nothing_is_shown_where_there_is_nothing(tmp_path):
     write_lines(run / "timings.jsonl", [row | {"host_peak_bytes": None, "compiles": None} for row in rows])
     validations = json.loads((run / "validation_history.json").read_text())
     write_json(run / "validation_history.json", [{"epoch": row["epoch"], "avg_reward": None} for row in validations])
+    config = yaml.safe_load((run / "config.yml").read_text())
+    words = {"curriculum_learning": config["finetuning"].pop("curriculum_learning")}
+    config["finetuning"]["per_task"] = {"sums": {"curriculum_learning": None}, "words": words}
+    (run / "config.yml").write_text(yaml.safe_dump(config))
     page = page_of(run)
     assert not {"Commit", "Devices", "–"} & set(page.sections["top"].split())
+    assert "Curriculum, % of the groups" in page.text  # of a task
     assert "Memory, GiB" not in page.text and "Compiled programs" not in page.text
     assert "Validation reward" not in page.text
 
