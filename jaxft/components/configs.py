@@ -452,7 +452,8 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
         ge=1,
         description="With max_staleness of 1 or more: tokens that an answer gets in a collection; its group is then "
         "carried over to the next one, at most max_staleness times. A collection and its job take turns, and equal "
-        "runs stay equal. null: answers end in their collection.",
+        "runs stay equal if an agent's calls are one after another, or all at once. null: answers end in their "
+        "collection.",
     )
     early_stop: EarlyStopConfig = Field(
         default=EarlyStopConfig(), description="Conditions that end the run before num_epochs."

@@ -141,14 +141,19 @@ class GRPOTrainer(LoggedTrainer):
             trainer_adapter.allow_staleness(self.trainer_config.max_staleness)
         if (tokens := self.trainer_config.partial_rollout_tokens) is None:
             return
-        given, context = f"{type(trajectory_builder).__name__} with {type(trainer_adapter).__name__}", 0
-        if isinstance(trainer_adapter, LocalTrainerAdapter) and isinstance(trajectory_builder, RolloutBuilder):
-            context = trainer_adapter.policy.engine.max_context_tokens
+        fault = None
+        if not (isinstance(trainer_adapter, LocalTrainerAdapter) and isinstance(trajectory_builder, RolloutBuilder)):
+            given = f"{type(trajectory_builder).__name__} with {type(trainer_adapter).__name__}"
+            fault = f"{given} cannot carry answers over: take grpo_trajectory_builder and local_trainer_adapter"
+        elif not process_group().is_alone:
+            fault = "the processes of a run do not share what is carried over: start one process, or set it to null"
+        elif tokens >= (context := trainer_adapter.policy.engine.max_context_tokens):
+            fault = f"no answer is longer than max_context_tokens, {context}: lower it, or set it to null"
+        else:
             trainer_adapter.samples_beside = False
             trajectory_builder.carry_over = tokens, self.trainer_config.max_staleness
-        if tokens >= context or not process_group().is_alone:
-            wanted = "one process, grpo_trajectory_builder, local_trainer_adapter and fewer than max_context_tokens"
-            raise ConfigError([f"partial_rollout_tokens: is {tokens} for {given}; wanted {wanted}, {context}"])
+        if fault is not None:
+            raise ConfigError([f"partial_rollout_tokens: is {tokens}, but {fault}"])
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Run all epochs and return the last status of each job.

@@ -403,7 +403,9 @@ def test_an_adapter_that_cannot_sample_beside_a_job_is_refused(overlap):
     with pytest.raises(ConfigError, match="max_staleness: is 1, but NoModel cannot sample beside a job"):
         overlap(adapter)
     assert overlap(adapter, max_staleness=0).events == ["release", "release"]
-    with pytest.raises(ConfigError, match="partial_rollout_tokens: is 7 for GRPOTrajectoryBuilder with NoModel"):
+    with pytest.raises(
+        ConfigError, match="partial_rollout_tokens: is 7, but GRPOTrajectoryBuilder with NoModel cannot"
+    ):
         overlap(partial_rollout_tokens=7)
     assert TrainerAdapter.device_seconds(adapter) == {}
 
@@ -500,7 +502,10 @@ def test_several_processes_share_slots_and_devices(monkeypatch):
         ({"trainers__loop__max_staleness": -1}, "trainers.loop.max_staleness"),
         (PARTIAL | {"trainers__loop__max_staleness": 0}, "max_staleness above 0 and in_flight 'finish', not 0 and"),
         (PARTIAL | {"trainers__loop__in_flight": "continue"}, "not 2 and 'continue'"),
-        (PARTIAL | {"trainers__loop__partial_rollout_tokens": 96}, "fewer than max_context_tokens, 96"),
+        (
+            PARTIAL | {"trainers__loop__partial_rollout_tokens": 96},
+            "partial_rollout_tokens: is 96, but no answer is longer than max_context_tokens, 96",
+        ),
         (
             {"trainer_adapters__local__loss": {"name": "reinforce", "correction": {"name": "ratio"}}},
             "reinforce has no ratio",
