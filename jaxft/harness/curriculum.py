@@ -7,6 +7,7 @@ seed only; the state is a record of it.
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import partial
@@ -119,21 +120,23 @@ def choose_groups(
             most = math.ceil(len(telling) * Fraction(str(config.random_subsample)))
             if most < len(chosen):
                 chosen = [chosen[place] for place in sorted(draw.sample(range(len(chosen)), most))]
-    included, kept = {group.id for group in chosen}, {group.id for group in telling}
-    examples = dict(state["examples"])
-    for group in known:
-        before = examples.get(group.id, {}).get("epochs_included", 0)
-        examples[group.id] = {
-            "reward_mean": group.mean,
-            "reward_diff": group.diff,
-            "epochs_included": before + (group.id in included),
+    included, kept = {group.id for group in chosen}, {id(group) for group in telling}
+    examples, groups_of = dict(state["examples"]), defaultdict[str, list[_Group]](list)
+    for group in known:  # an example may have several: one that was carried over, and a new one
+        groups_of[group.id].append(group)
+    for name, own in groups_of.items():
+        before = examples.get(name, {}).get("epochs_included", 0)
+        examples[name] = {
+            "reward_mean": sum(group.mean for group in own) / len(own),
+            "reward_diff": max(group.diff for group in own),
+            "epochs_included": before + (name in included),
         }
     return [group.trajectories for group in chosen], {
         "current_percentile": float(share),
         "last_expansion_epoch": _last_expansion(config, epoch),
         "total_groups": len(known),
         "included_groups": [group.id for group in chosen],
-        "dropped_groups": [group.id for group in known if group.id not in kept],
+        "dropped_groups": [group.id for group in known if id(group) not in kept],
         "examples": examples,
     }
 

@@ -132,6 +132,16 @@ def test_groups_without_ids_are_told_apart_by_their_place():
     assert state["included_groups"] == ["1"] and state["examples"]["0"]["epochs_included"] == 0
 
 
+def test_an_example_may_have_several_groups_in_an_epoch():
+    config = CurriculumLearningConfig(enabled=True, initial_percentile=1.0)
+    given = [group("a", 0.75, 0.5), group("a", 0.25, 0.0), group("b", 0.5, 0.0)]
+    chosen, state = choose_groups(given, config, initial_state(config), epoch=0, seed=0)
+    assert chosen == given[:1] and state["included_groups"] == ["a"] and state["dropped_groups"] == ["a", "b"]
+    assert state["examples"]["a"] == {"reward_mean": 0.5, "reward_diff": 0.5, "epochs_included": 1}
+    _, state = choose_groups([given[0], given[0]], config, state, epoch=1, seed=0)
+    assert state["included_groups"] == ["a", "a"] and state["examples"]["a"]["epochs_included"] == 2
+
+
 def test_the_trainer_keeps_the_state(make_trainer):
     def trainer():
         made = make_trainer()
