@@ -488,12 +488,14 @@ class LossConfig(ConfigModel):
     @model_validator(mode="after")
     def _tasks_fit(self) -> "LossConfig":
         for task, own in (self.per_task or {}).items():
-            for name in own:
+            for name, value in own.items():
                 if name not in BY_TASK:
                     known = ", ".join(BY_TASK)
                     raise config_error(f"per_task.{task}.{name} is one for all tasks: by task there are {known}")
                 if name in BY_TASK[:3] and not dict(self)[name]:
                     raise config_error(f"per_task.{task}.{name}: set {name} of the loss, too, for the other tasks")
+                if name in BY_TASK[:3] and value is None:
+                    raise config_error(f"per_task.{task}.{name} is null: give a number, or leave it out")
             try:
                 self.of_task(task)
             except ValidationError as error:

@@ -45,6 +45,8 @@ def test_a_kl_in_the_reward_is_none_in_the_loss():
             "per_task.a.clip_high: set clip_high of the loss, too",
         ),
         ({"per_task": {"a": {"beta": 0.1}}}, "per_task.a.beta: set beta of the loss, too"),
+        ({"clip_low": 0.2, "per_task": {"a": {"clip_low": None}}}, "per_task.a.clip_low is null: give a number"),
+        ({"beta": 0.1, "per_task": {"a": {"beta": None}}}, "per_task.a.beta is null"),
         ({"clip_high": 0.2, "per_task": {"a": {"clip_high": -1}}}, "per_task.a: .*clip_high .*greater than 0"),
         ({"per_task": {"a": {"overlong_buffer_tokens": 4}}}, "per_task.a: .*overlong_buffer_tokens needs"),
         ({"name": "sft", "per_task": {"a": {}}}, "sft has no per_task"),
