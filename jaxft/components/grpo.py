@@ -84,7 +84,8 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
     async def _trajectory(self, run_id: str, outcome: EpisodeOutcome, meta: dict[str, Any] | None) -> Trajectory:
         """Return the trajectory of an episode; without a reward it is not scorable."""
         assert self.evaluation is not None
-        verdict = outcome.verdict(self.evaluation.reward_of(outcome.item) or "")
+        name = self.evaluation.reward_of(outcome.item) or ""
+        verdict, reasoning = outcome.verdict(name), outcome.reasonings.get(name)
         reward = await self.compute_reward(verdict, meta) if outcome.error is None else self.failed_reward
         is_priced = outcome.reward is None and reward is not None
         remote_calls = outcome.episode.remote_calls
@@ -97,7 +98,8 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
                 "generation": outcome.generation,
                 "run_id": run_id,
                 "score": outcome.reward,
-                "reasoning": verdict.reasoning,
+                "reasoning": reasoning,
+                **({} if verdict.reasoning == reasoning else {"fault": verdict.reasoning}),
                 "finish_reasons": [call.reply.completion.finish_reason for call in outcome.episode.calls],
                 **({} if outcome.error is None else {"error": outcome.error}),
                 # For people who read `trajectories/samples.jsonl`; nothing is trained on them.

@@ -398,7 +398,10 @@ class Evaluation:
         score = None if reward_name is None else scores[reward_name]
         reward = to_scalar(score)
         named_rewards = score if isinstance(score, dict) and reward is not None else None
-        return replace(outcome, scores=scores, reward=reward, named_rewards=named_rewards)
+        usable = {name: each for name, each in sums.items() if to_scalar(scores[name]) is not None}
+        said = {name: each.reasoning(outcome.reasonings) for name, each in usable.items()}
+        reasonings = outcome.reasonings | {name: text for name, text in said.items() if text}
+        return replace(outcome, scores=scores, reasonings=reasonings, reward=reward, named_rewards=named_rewards)
 
     def summarize(self, outcomes: Sequence[EpisodeOutcome]) -> EvaluationRunOutput:
         """Summarise outcomes: averages over usable scores, and counts of failed and unscorable episodes."""

@@ -7,6 +7,7 @@ unusable scores.
 
 import asyncio
 import functools
+import json
 import math
 import numbers
 from abc import ABC, abstractmethod
@@ -398,6 +399,12 @@ class WeightedSum:
         """
         numbers = {name: to_scalar(scores[name]) for name in self.weights}
         return {name: math.nan if number is None else self.weights[name] * number for name, number in numbers.items()}
+
+    def reasoning(self, reasonings: Mapping[str, Any]) -> str | None:
+        """Return the reasonings of the evaluators that it adds up, as text; None without any."""
+        given = [reasonings[name] for name in self.weights if name in reasonings]
+        texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in given]
+        return "\n".join(texts) or None
 
 
 def weighted_sum_faults(evaluators: Mapping[str, object]) -> list[tuple[str, str]]:

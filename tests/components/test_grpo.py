@@ -142,7 +142,8 @@ def test_a_builder_may_price_what_has_no_score(make_items):
             "generation": 1,
             "run_id": "run",
             "score": None,
-            "reasoning": "not usable: nan",
+            "reasoning": None,  # which a teacher may read
+            "fault": "not usable: nan",
             "finish_reasons": [],
         },
     ]

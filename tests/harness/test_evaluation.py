@@ -1,4 +1,5 @@
 import asyncio
+import json
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -208,6 +209,9 @@ def test_a_score_may_come_with_its_reasoning(given, reward, reasoning, is_group)
     assert (item.id, item.score, item.error) == ("e3", reward, None)
     assert item.reasoning == (reasoning if reward is not None or reasoning is not None else "not usable: None")
     assert sums.average_score == (None if reward is None else 2.0 * reward)
+    said = sums.eval_output_items[3].reasoning  # of what is added up
+    text = reasoning if reasoning is None or isinstance(reasoning, str) else json.dumps(reasoning)
+    assert said == (text if reward is not None else "not usable: {'win': nan}")
 
 
 def test_the_part_that_is_no_number_is_pointed_at():
