@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, Field, PlainSerializer, ValidationError, field_validator, model_validator
 
-from jaxft.errors import one_line
-from jaxft.harness.config_types import ConfigModel, PathOrName, check_reference, config_error, entries
+from jaxft.errors import did_you_mean
+from jaxft.harness.config_types import ConfigModel, PathOrName, check_reference, config_error, entries, raise_faults
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 
 AdvantageName = Literal[
@@ -420,7 +420,7 @@ class LossConfig(ConfigModel):
         return self.model_copy(update={"max_completion_tokens": max_context_tokens})
 
     def of_task(self, task: str | None) -> "LossConfig":
-        """Return the loss of a task.
+        """Return the loss of a task; the reference is that of all tasks, also of one with a beta of 0.
 
         >>> loss = LossConfig(name="dapo", clip_high=0.3, per_task={"long": {"clip_high": 0.4}})
         >>> [loss.of_task(task).clip_high for task in ("long", "short", None)]
@@ -428,8 +428,9 @@ class LossConfig(ConfigModel):
         """
         if not self.per_task:
             return self
-        given = {name: dict(self)[name] for name in self.model_fields_set - {"per_task"}}
-        return LossConfig.model_validate(given | (self.per_task or {}).get(task or "", {}))
+        given = {name: dict(self)[name] for name in self.model_fields_set - {"per_task", "reference"}}
+        own = LossConfig.model_validate(given | self.per_task.get(task or "", {}))
+        return own.model_copy(update={"reference": self.reference})
 
     def for_staleness(self, max_staleness: int) -> "LossConfig":
         """Return the loss with the correction that it has on episodes of up to `max_staleness` versions before.
@@ -490,16 +491,21 @@ class LossConfig(ConfigModel):
         for task, own in (self.per_task or {}).items():
             for name, value in own.items():
                 if name not in BY_TASK:
-                    known = ", ".join(BY_TASK)
-                    raise config_error(f"per_task.{task}.{name} is one for all tasks: by task there are {known}")
+                    what = "is one for all tasks" if name in type(self).model_fields else "is no option"
+                    near = did_you_mean(name, BY_TASK, what="by task there are")
+                    raise config_error(f"per_task.{task}.{name} {what}{near}")
                 if name in BY_TASK[:3] and not dict(self)[name]:
                     raise config_error(f"per_task.{task}.{name}: set {name} of the loss, too, for the other tasks")
                 if name in BY_TASK[:3] and value is None:
                     raise config_error(f"per_task.{task}.{name} is null: give a number, or leave it out")
             try:
-                self.of_task(task)
+                clip_high = self.of_task(task).clip_high
             except ValidationError as error:
-                raise config_error(f"per_task.{task}: {one_line(error)}") from None
+                places = [".".join(map(str, ("per_task", task, *each["loc"]))) for each in error.errors()]
+                messages = [each["msg"].replace("Input should", "must") for each in error.errors()]
+                raise_faults(zip(places, messages, strict=True))
+            if self.function is None and self.delta is not None and self.delta <= 1 + (clip_high or 0):
+                raise config_error(f"per_task.{task}.clip_high: delta is {self.delta}, wanted above 1 + {clip_high}")
         return self
 
     @model_validator(mode="after")
