@@ -256,7 +256,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         data, rewards = gather(trajectories, self.adapter_config.loss, llm, template, self._unusable)
         distillation = self.adapter_config.loss.distillation
         if distillation is not None and distillation.templates:
-            data = with_teacher_rows(data, distillation, template, self.policy.engine.max_context_tokens)
+            data = with_teacher_rows(data, distillation, llm, template, self.policy.engine.max_context_tokens)
         correction = self.adapter_config.loss.for_staleness(self.max_staleness).correction
         if data.sampled.is_penalized.any() and (correction is None or correction.name == "sequence_geometric_mask"):
             raise TrajectoryError(

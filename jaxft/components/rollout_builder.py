@@ -229,9 +229,10 @@ def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
     """Return the conversation of an episode; answers of a language model carry their log-probabilities.
 
     The `metadata` of an item have what its text does not say: calls of tools, the call that a result is of, and the
-    number of the conversation if an episode has several.
+    number of the conversation and the language model that answered if an episode has several.
     """
     unmatched = list(outcome.episode.calls)
+    has_several = len({call.llm for call in unmatched}) > 1
     items = []
     talks = conversations(outcome.episode.calls)
     for number, message in ((number, message) for number, talk in enumerate(talks) for message in talk):
@@ -248,6 +249,7 @@ def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:
         beside = {name: message[name] for name in ("tool_calls", "tool_call_id") if message.get(name)}
         beside |= {"content": message["content"]} if "tool_calls" in beside else {}
         beside |= {"conversation": number} if number else {}
+        beside |= {"llm": call.llm} if call is not None and has_several else {}
         items.append(EpisodeItem(role=role, content=text, logprobs=logprobs, metadata=beside or None))
     return items
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from jaxft.core.sharding import constrain, to_host
 from jaxft.core.types import Batch, Model, Params
+from jaxft.errors import PromptTooLongError
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, Trajectory
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence
@@ -28,34 +29,38 @@ from jaxft.training.rows import JobRows
 
 
 def with_teacher_rows(
-    data: JobRows, distillation: DistillationConfig, template: ChatTemplate, max_context_tokens: int
+    data: JobRows, distillation: DistillationConfig, llm: str, template: ChatTemplate, max_context_tokens: int
 ) -> JobRows:
     """Return the rows of a job with the sequences that the teacher reads, and counts of rows that get none.
 
     Args:
         data: the rows, with the groups of their trajectories.
         distillation: texts that the teacher reads.
+        llm: name of the policy in the configuration.
         template: renders its prompts.
         max_context_tokens: tokens of its longest sequence.
     """
-    texts = [text for group in data.groups for text in teacher_texts(group, distillation)]
+    texts = [text for group in data.groups for text in teacher_texts(group, distillation, llm)]
     counts = dict.fromkeys(("untaught_without_feedback", "untaught_without_messages", "untaught_too_long"), 0)
     rows, taught = [], 0
     for row in data.rows:
         text = texts[row.trajectory]
-        teacher = teacher_sequence(row.sequence, text, template) if text else None
-        if teacher is not None and len(teacher.tokens) <= max_context_tokens:
-            taught += sum(teacher.completion_mask)
+        fault, teacher = "without_messages" if text else "without_feedback", None
+        try:
+            teacher = teacher_sequence(row.sequence, text, template, max_context_tokens) if text else None
+        except PromptTooLongError:
+            fault = "too_long"
+        if teacher is None:
+            counts[f"untaught_{fault}"] += 1
         else:
-            counts[f"untaught_{'too_long' if teacher else 'without_messages' if text else 'without_feedback'}"] += 1
-            teacher = None
+            taught += sum(teacher.completion_mask)
         rows.append(row._replace(teacher=teacher))
     metrics = {"taught_fraction": taught / data.metrics["trained_tokens"], **counts}
     return data._replace(rows=rows, metrics=data.metrics | metrics)
 
 
-def teacher_texts(group: Sequence[Trajectory], distillation: DistillationConfig) -> list[str]:
-    """Return the text that the teacher reads about each trajectory of a group; empty where there is nothing to say.
+def teacher_texts(group: Sequence[Trajectory], distillation: DistillationConfig, llm: str) -> list[str]:
+    """Return the text that the teacher of `llm` reads about each trajectory of a group; empty for nothing to say.
 
     It has the answer of the best other episode whose reward reaches the threshold, of several the first, and then the
     evaluator's reasoning about the episode itself (arXiv 2601.20802, section 3).
@@ -63,18 +68,18 @@ def teacher_texts(group: Sequence[Trajectory], distillation: DistillationConfig)
     >>> said = [EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="5", logprobs=[-0.1])]
     >>> good, bad = Trajectory(episode=said, reward=1), Trajectory(episode=said, reward=0, metadata={"reasoning": "no"})
     >>> texts = {"feedback_template": " It was: {feedback}", "solution_template": " Right: {solution}"}
-    >>> teacher_texts([good, bad], DistillationConfig(teacher="self", **texts))
+    >>> teacher_texts([good, bad], DistillationConfig(teacher="self", **texts), "policy")
     ['', ' Right: 5 It was: no']
     """
     templates, least = distillation.templates, distillation.success_reward_threshold
-    solved = [each for each in group if each.scorable and each.reward >= least and _answer(each)]
+    solved = [each for each in group if each.scorable and each.reward >= least and _answer(each, llm)]
     texts = []
     for trajectory in group:
         others = [each for each in solved if each is not trajectory]
         best = max(others, key=lambda each: each.reward, default=None)
-        words = {"solution": "" if best is None else _answer(best), "feedback": _feedback(trajectory)}
+        words = {"solution": "" if best is None else _answer(best, llm), "feedback": _feedback(trajectory)}
         parts = [text.replace("{" + word + "}", words[word]) for word, text in templates.items() if words[word]]
-        texts.append("".join(parts))
+        texts.append("".join(parts).encode(errors="replace").decode())  # a prompt takes no lone surrogates
     return texts
 
 
@@ -85,17 +90,23 @@ def _feedback(trajectory: Trajectory) -> str:
     return reasoning.strip() if isinstance(reasoning, str) else json.dumps(reasoning, ensure_ascii=False)
 
 
-def _answer(trajectory: Trajectory) -> str:
-    """Return all that the language model said in an episode."""
+def _answer(trajectory: Trajectory, llm: str) -> str:
+    """Return all that a language model said in an episode."""
     items = [item for item in trajectory.episode if isinstance(item, EpisodeItem) and item.logprobs]
-    return "\n".join(item.content for item in items if item.role is EpisodeItemRole.ASSISTANT).strip()
+    own = [item for item in items if (item.metadata or {}).get("llm", llm) == llm]  # which only one of several names
+    return "\n".join(item.content for item in own if item.role is EpisodeItemRole.ASSISTANT).strip()
 
 
-def teacher_sequence(sequence: TokenSequence, text: str, template: ChatTemplate) -> TokenSequence | None:
+def teacher_sequence(
+    sequence: TokenSequence, text: str, template: ChatTemplate, max_context_tokens: int
+) -> TokenSequence | None:
     """Return a sequence whose first prompt has `text` behind its last message of the user; the rest is as it was.
 
     Returns:
         None if the prompt was no chat, or its messages are unknown.
+
+    Raises:
+        PromptTooLongError: it has more than `max_context_tokens` tokens.
     """
     call = sequence.begun_by
     if call is None or not call.prompt.text:
@@ -103,7 +114,10 @@ def teacher_sequence(sequence: TokenSequence, text: str, template: ChatTemplate)
     messages = [dict(message) for message in call.messages]
     last = next((message for message in reversed(messages) if message["role"] == "user"), messages[-1])
     last["content"] += text
-    ids, known = template.prompt(messages, **call.rendering).ids, len(call.prompt_ids)
+    prompt, known = template.prompt(messages, **call.rendering, max_tokens=max_context_tokens), len(call.prompt_ids)
+    ids, num_tokens = prompt.ids, len(prompt.ids) + len(sequence.tokens) - known
+    if num_tokens > max_context_tokens:
+        raise PromptTooLongError.of(f"{num_tokens} tokens", max_context_tokens)
     lists = {name: values for name, values in sequence if isinstance(values, list) and values}
     # A prompt's first token stands for all: none of them is trained.
     moved: dict[str, Any] = {name: [values[0]] * len(ids) + values[known:] for name, values in lists.items()}

@@ -111,6 +111,7 @@ def test_a_failed_episode_has_a_reward_only_after_an_answer_that_is_trained(coll
     collection = collect(agent, num_generations=2, failed_reward=-1.0, target_model="policy")
     ((trajectory,),) = collection.trajectories
     assert (trajectory.generation, trajectory.reward) == (1, -1.0)
+    assert {item.metadata["llm"] for item in trajectory.episode if item.logprobs} == {"opponent", "policy"}
     assert collection.metrics.items() >= {"failed_episodes": 2, "penalized_episodes": 1}.items()
 
 

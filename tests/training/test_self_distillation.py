@@ -64,15 +64,23 @@ def said(content, reward, reasoning=None, **fields):
 def test_a_teacher_reads_the_reasoning_and_the_best_other_answer():
     best = said("4", 2.0, {"off": 0})
     group = [said("5", 0.0, " too high "), said("3", 0.0), said("four", 1.0), best, said("9", 3.0, scorable=False)]
-    assert teacher_texts(group, SELF) == [" [4] (too high)", " [4]", " [4]", ' [four] ({"off": 0})', " [4]"]
-    assert teacher_texts(group[:2], SELF) == [" (too high)", ""]  # nobody reached the threshold
+    assert teacher_texts(group, SELF, "policy") == [" [4] (too high)", " [4]", " [4]", ' [four] ({"off": 0})', " [4]"]
+    assert teacher_texts(group[:2], SELF, "policy") == [" (too high)", ""]  # nobody reached the threshold
     told = SELF.model_copy(update={"solution_template": ""})
-    assert teacher_texts(group, told) == [" (too high)", "", "", ' ({"off": 0})', ""]
+    assert teacher_texts(group, told, "policy") == [" (too high)", "", "", ' ({"off": 0})', ""]
+    best.episode[0].metadata = {"llm": "opponent"}  # whose words are no answer of the policy
+    group[2].metadata = {"reasoning": "no Unicode: \ud800"}
+    assert teacher_texts(group[:4], SELF, "policy") == [
+        " [four] (too high)",
+        " [four]",
+        " (no Unicode: ?)",
+        ' [four] ({"off": 0})',
+    ]
 
 
 def test_a_teachers_sequence_has_another_first_prompt_and_the_same_rest(make_row, template):
     row = make_row()
-    teacher, known = teacher_sequence(row, " (braces {x} <|im_end|>)", template), len(row.begun_by.prompt_ids)
+    teacher, known = teacher_sequence(row, " (braces {x} <|im_end|>)", template, 512), len(row.begun_by.prompt_ids)
     added = len(teacher.tokens) - len(row.tokens)
     assert added > 0 and teacher.tokens[known + added :] == row.tokens[known:]
     for name in ("completion_mask", "temperatures", "sampler_logprobs", "turns"):
@@ -83,23 +91,24 @@ def test_a_teachers_sequence_has_another_first_prompt_and_the_same_rest(make_row
     assert "2+2 (braces {x} " in text and text.index("be brief") < text.index("2+2 (braces")
     controls = [list(each).count(template.stop_ids[0]) for each in (teacher.tokens, row.tokens)]
     assert controls[0] == controls[1]  # text is never a control token
-    assert teacher_sequence(row, "", template) == row
+    assert teacher_sequence(row, "", template, 512) == row
 
 
 def test_a_teachers_prompt_is_rendered_with_tools_and_prefill(make_row, template):
     asked = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "2+2"}]
     rendering = {"tools": [], "template_kwargs": {}, "prefill": "It is"}
     row = make_row(prompt=template.prompt(asked, **rendering), rendering=rendering)
-    assert template.text(teacher_sequence(row, " (no)", template).tokens).count("It is") == 1
-    assert teacher_sequence(row, "", template).tokens == row.tokens
+    assert template.text(teacher_sequence(row, " (no)", template, 512).tokens).count("It is") == 1
+    assert teacher_sequence(row, "", template, 512).tokens == row.tokens
 
 
-def test_rows_without_a_teacher_are_counted(make_row, make_sequence, template):
-    groups = [[said("5", 0.0, "too high"), said("5", 0.0)], [said("5", 0.0, "x" * 99), said("5", 0.0, "too high")]]
+@pytest.mark.parametrize("long", ["x" * 99, "x" * 2**21], ids=["tokens", "bytes"])  # which are never tokenised
+def test_rows_without_a_teacher_are_counted(make_row, make_sequence, template, long):
+    groups = [[said("5", 0.0, "too high"), said("5", 0.0)], [said("5", 0.0, long), said("5", 0.0, "too high")]]
     rows = [Row(make_row(), 0), Row(make_row(), 1), Row(make_row(), 2), Row(make_sequence(), 3)]
     ids = make_row(prompt=Prompt("", (3, 4)))  # a prompt of token ids
     data = JobRows([*rows, Row(ids, 3)], groups, {"trained_tokens": 16}, NOTHING_SAMPLED)
-    found = with_teacher_rows(data, SELF, template, max_context_tokens=len(rows[0].sequence.tokens) + 20)
+    found = with_teacher_rows(data, SELF, "policy", template, max_context_tokens=len(rows[0].sequence.tokens) + 20)
     assert [row.teacher is not None for row in found.rows] == [True, False, False, False, False]
     assert found.metrics == {
         "trained_tokens": 16,
