@@ -197,7 +197,7 @@ def test_window_hides_what_is_further_back():
     config = replace(SMALL, pattern=(LayerKind(window=2),))
     positions = np.array([[0, 1, 2, 3]])
     expected = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]], bool)
-    visible = jax.jit(lambda positions: make_context(config, positions, None, None).visible[2])(positions)
+    visible = jax.jit(lambda positions: make_context(config, positions, None, None).rows.visible[2])(positions)
     np.testing.assert_array_equal(visible[0], expected)
 
 
@@ -207,7 +207,7 @@ def test_with_pages_negative_positions_are_padding():
     @jax.jit
     def paged(positions):
         context = make_context(SMALL, positions, np.zeros((3, 2), np.int32), None)
-        assert context.visible == {None: None}
+        assert context.rows is None
         return context.paged.starts, context.paged.counts
 
     assert [found.tolist() for found in paged(positions)] == [[64, 0, 0], [3, 2, 0]]

@@ -166,6 +166,11 @@ def test_a_streamed_reply_ends_with_token_ids_and_counts():
     assert end == b"data: [DONE]\n\n" and chunks[-1]["usage"]["total_tokens"] == 5
 
 
+def rows_of(episode):
+    """The rows that are trained, without the calls that began them."""
+    return [sequence.model_dump() for sequence in token_sequences(episode.calls)]
+
+
 def test_token_ids_are_sampled_and_recorded_as_the_chat_of_the_same_ids(llm, client, tokenizer):
     options = {"max_tokens": 8, "temperature": 0.9, "seed": 7, "n": 2}
     chat, whole, streamed = make_episode(), make_episode(), make_episode()
@@ -175,7 +180,7 @@ def test_token_ids_are_sampled_and_recorded_as_the_chat_of_the_same_ids(llm, cli
         assert tuple(choice.token_ids) == answer.token_ids == call.token_ids
         assert tuple(choice.prompt_token_ids) == reply.prompt_ids == call.prompt_ids
         assert tuple(choice.logprobs.token_logprobs) == answer.logprobs and choice.text == call.content
-    assert token_sequences(whole.calls) == token_sequences(chat.calls)
+    assert rows_of(whole) == rows_of(chat)
     (told,) = whole.calls[0].messages
     assert told == {"role": "user", "content": tokenizer.decode(reply.prompt_ids)}
 
@@ -183,7 +188,7 @@ def test_token_ids_are_sampled_and_recorded_as_the_chat_of_the_same_ids(llm, cli
         return [chunk async for chunk in await ask(client, reply.prompt_ids, stream=True, **options)]
 
     chunks = run(stream(), streamed)
-    assert token_sequences(streamed.calls) == token_sequences(whole.calls)
+    assert rows_of(streamed) == rows_of(whole)
     assert [(call.prompt, call.content) for call in streamed.calls] == [
         (call.prompt, call.content) for call in whole.calls
     ]
