@@ -73,12 +73,13 @@ async def mixture(config: MixtureConfig, builder: Any) -> AsyncIterator[list[Eva
     for task, dataset in config.datasets.items():
         for item in checked_items(await builder.make(f"datasets.{task}", dataset), f"datasets.{task}"):
             row = {key: task} | item.full_dataset_entry
-            if row[key] != task:
+            if str(row[key]) != task:
                 fault = (
                     f"row '{item.id}' has a column '{key}' with another value: give finetuning.task_key another name"
                 )
                 raise DatasetError(f"datasets.{task}: {fault}")
-            joined.append(item.model_copy(update={"id": f"{task}/{item.id}", "full_dataset_entry": row}))
+            entry = row | {key: task}  # a number, such as a level, as text
+            joined.append(item.model_copy(update={"id": f"{task}/{item.id}", "full_dataset_entry": entry}))
     yield joined
 
 
@@ -96,12 +97,21 @@ class WorkflowPerTask(NamedTuple):
 
     def __call__(self, row: dict[str, Any]) -> Any:
         """Return what the workflow of the row's task returns."""
-        return self.workflows[str(row.get(self.key))](row)
+        return workflow_of(self, row)(row)
 
 
-def workflow_of(workflow: Callable[..., Any], row: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return the workflow that runs a row: that of its task if there are several."""
-    return workflow.workflows[str(row.get(workflow.key))] if isinstance(workflow, WorkflowPerTask) else workflow
+def workflow_of(workflow: WorkflowPerTask | Callable[..., Any], row: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return the workflow that runs a row: that of its task if there are several.
+
+    Raises:
+        ConfigError: the row's task has none.
+    """
+    if not isinstance(workflow, WorkflowPerTask):
+        return workflow
+    if (task := str(row.get(workflow.key))) not in workflow.workflows:
+        near = did_you_mean(task, workflow.workflows, what="there are")
+        raise ConfigError([f"workflow.workflows: has no '{task}', which the row's column '{workflow.key}' names{near}"])
+    return workflow.workflows[task]
 
 
 @register_workflow(config_type=WorkflowPerTaskConfig)
@@ -109,10 +119,13 @@ async def workflow_per_task(config: WorkflowPerTaskConfig, builder: Any) -> Asyn
     """Yield the workflows of all tasks.
 
     Raises:
-        ConfigError: a task of the run has none.
+        ConfigError: a task of the run has none, or one is of no task of the run.
     """
     finetuning = builder.config.finetuning
-    for name in finetuning.per_task.keys() - config.workflows.keys():
-        raise ConfigError([f"workflow.workflows: has no '{name}', a task of finetuning.per_task: add it"])
+    if missing := [name for name in finetuning.per_task if name not in config.workflows]:
+        raise ConfigError([f"workflow.workflows: has no '{missing[0]}', a task of finetuning.per_task: add it"])
+    if finetuning.per_task and (extra := [name for name in config.workflows if name not in finetuning.per_task]):
+        near = did_you_mean(extra[0], finetuning.per_task, what="tasks")
+        raise ConfigError([f"workflow.workflows.{extra[0]}: is no task of finetuning.per_task{near}"])
     made = {name: await builder.make(f"workflows.{name}", each) for name, each in config.workflows.items()}
     yield WorkflowPerTask(finetuning.task_key, made)

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
 from jaxft.harness.registry import WorkflowConfig, register_workflow
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.harness.tasks import Tasks, tasks_of
+from jaxft.harness.tasks import MixtureConfig, Tasks, WorkflowPerTask, mixture, tasks_of
 from jaxft.rollout.recorder import TRAINING
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -175,12 +176,31 @@ def test_a_mixture_of_datasets_and_workflows(mixed_run, tmp_path):
 
 
 def test_what_does_not_fit_in_a_mixture_is_refused(mixed_run, tmp_path):
-    del mixed_run["workflow"]["workflows"]["plain"]
+    workflows = mixed_run["workflow"]["workflows"]
+    workflows["plian"] = workflows["plain"]
+    with pytest.raises(ConfigError, match=r"workflows\.plian: is no task of .*; did you mean 'plain'"):
+        made(mixed_run, tmp_path, lambda builder: builder.get_workflow())
+    del workflows["plain"], workflows["plian"]
     with pytest.raises(ConfigError, match=r"workflow\.workflows: has no 'plain'"):
         made(mixed_run, tmp_path, lambda builder: builder.get_workflow())
     mixed_run["finetuning"]["task_key"] = "answer"
     with pytest.raises(DatasetError, match=r"datasets\.loud: row '0' has a column 'answer'"):
         made(mixed_run, tmp_path, lambda builder: builder.get_dataset())
+
+
+def test_tasks_may_be_numbers_and_a_row_of_none_is_told():
+    async def examples():
+        async def make(name, dataset):
+            return [EvalInputItem(id="0", full_dataset_entry={"level": 3})]
+
+        config = MixtureConfig.model_construct(datasets={"3": None})
+        builder = SimpleNamespace(make=make, config=SimpleNamespace(finetuning=FinetuneConfig(task_key="level")))
+        return await anext(mixture(config, builder))
+
+    (item,) = asyncio.run(examples())
+    assert item.id == "3/0" and item.full_dataset_entry == {"level": "3"}
+    with pytest.raises(ConfigError, match=r"has no 'None', which the row's column 'level' names; there are: 3"):
+        WorkflowPerTask("level", {"3": str})({"n": 1})
 
 
 def test_a_curriculum_of_a_task_overrides_what_it_names(toy_run, tmp_path):
