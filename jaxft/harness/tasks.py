@@ -4,6 +4,7 @@ The tasks are the entries of `finetuning.per_task`, and a column of the dataset 
 `mixture` joins one dataset for each task, and the workflow `per_task` runs the workflow of the row's task.
 """
 
+import copy
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -71,7 +72,8 @@ async def mixture(config: MixtureConfig, builder: Any) -> AsyncIterator[list[Eva
     """
     key, joined = builder.config.finetuning.task_key, list[EvalInputItem]()
     for task, dataset in config.datasets.items():
-        for item in checked_items(await builder.make(f"datasets.{task}", dataset), f"datasets.{task}"):
+        made = await _builder_of(builder, task).make(f"datasets.{task}", dataset)
+        for item in checked_items(made, f"datasets.{task}"):
             row = {key: task} | item.full_dataset_entry
             if str(row[key]) != task:
                 fault = (
@@ -127,5 +129,25 @@ async def workflow_per_task(config: WorkflowPerTaskConfig, builder: Any) -> Asyn
     if finetuning.per_task and (extra := [name for name in config.workflows if name not in finetuning.per_task]):
         near = did_you_mean(extra[0], finetuning.per_task, what="tasks")
         raise ConfigError([f"workflow.workflows.{extra[0]}: is no task of finetuning.per_task{near}"])
-    made = {name: await builder.make(f"workflows.{name}", each) for name, each in config.workflows.items()}
+    made = {
+        task: await _builder_of(builder, task).make(f"workflows.{task}", each)
+        for task, each in config.workflows.items()
+    }
     yield WorkflowPerTask(finetuning.task_key, made)
+
+
+def _builder_of(builder: Any, task: str) -> Any:
+    """Return the builder with the workflow and the dataset of one task as those of its configuration.
+
+    A dataset may ask who plays it, and a workflow for its taskset.
+    """
+    config = builder.config
+    agent, data = config.workflow, config.eval.general.dataset
+    agent = agent.workflows.get(task, agent) if isinstance(agent, WorkflowPerTaskConfig) else agent
+    data = data.datasets.get(task, data) if isinstance(data, MixtureConfig) else data
+    general = config.eval.general.model_copy(update={"dataset": data})
+    own = copy.copy(builder)
+    own.config = config.model_copy(
+        update={"workflow": agent, "eval": config.eval.model_copy(update={"general": general})}
+    )
+    return own

@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +12,9 @@ from jaxft.harness.curriculum import GroupReward, choose_groups, choose_groups_p
 from jaxft.harness.data_models import CurriculumLearningConfig, EvalInputItem, FinetuneConfig, TaskConfig, Trajectory
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
-from jaxft.harness.registry import WorkflowConfig, register_workflow
+from jaxft.harness.registry import DatasetConfig, WorkflowConfig, register_dataset_loader, register_workflow
 from jaxft.harness.strict_yaml import parse_yaml
-from jaxft.harness.tasks import MixtureConfig, Tasks, WorkflowPerTask, mixture, tasks_of
+from jaxft.harness.tasks import Tasks, tasks_of
 from jaxft.rollout.recorder import TRAINING
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
@@ -27,7 +26,18 @@ class PlainAgentConfig(WorkflowConfig, name="toy_plain_agent"):
 
 @register_workflow(config_type=PlainAgentConfig)
 async def plain_agent(config, builder):
-    yield lambda example: f"plain {example['question']}"  # runs in a thread
+    data = builder.config.eval.general.dataset.type_name
+    yield lambda example: f"{data} {example['question']}"  # runs in a thread
+
+
+class LevelsConfig(DatasetConfig, name="toy_levels"):
+    pass
+
+
+@register_dataset_loader(config_type=LevelsConfig)
+async def levels(config, builder):
+    row = {"task_name": 3, "agent": builder.config.workflow.type_name}
+    yield [EvalInputItem(id="0", full_dataset_entry=row)]
 
 
 def rows(*tasks):
@@ -170,7 +180,7 @@ def test_a_mixture_of_datasets_and_workflows(mixed_run, tmp_path):
     items, outcomes = made(mixed_run, tmp_path, evaluate)
     assert [item.id for item in items] == ["loud/0", "loud/1", "loud/2", "plain/0"]
     assert items[3].full_dataset_entry == {"question": "x", "answer": "X", "task_name": "plain"}
-    assert [outcome.item.output_obj for outcome in outcomes] == ["A", "B", "C", "plain x"]
+    assert [outcome.item.output_obj for outcome in outcomes] == ["A", "B", "C", "toy_rows x"]
     saved = parse_yaml(resolved_yaml(config_from_mapping(mixed_run, base_dir=tmp_path)), "config.yml")
     assert made(saved, tmp_path, lambda builder: builder.get_dataset()) == items
 
@@ -188,19 +198,15 @@ def test_what_does_not_fit_in_a_mixture_is_refused(mixed_run, tmp_path):
         made(mixed_run, tmp_path, lambda builder: builder.get_dataset())
 
 
-def test_tasks_may_be_numbers_and_a_row_of_none_is_told():
-    async def examples():
-        async def make(name, dataset):
-            return [EvalInputItem(id="0", full_dataset_entry={"level": 3})]
-
-        config = MixtureConfig.model_construct(datasets={"3": None})
-        builder = SimpleNamespace(make=make, config=SimpleNamespace(finetuning=FinetuneConfig(task_key="level")))
-        return await anext(mixture(config, builder))
-
-    (item,) = asyncio.run(examples())
-    assert item.id == "3/0" and item.full_dataset_entry == {"level": "3"}
-    with pytest.raises(ConfigError, match=r"has no 'None', which the row's column 'level' names; there are: 3"):
-        WorkflowPerTask("level", {"3": str})({"n": 1})
+def test_tasks_may_be_numbers_and_a_row_of_none_is_told(toy_run, tmp_path):
+    toy_run["eval"]["general"]["dataset"] = {"_type": "mixture", "datasets": {"3": {"_type": "toy_levels"}}}
+    toy_run["workflow"] = {"_type": "per_task", "workflows": {"3": {"_type": "toy_plain_agent"}}}
+    (item,) = made(toy_run, tmp_path, lambda builder: builder.get_dataset())
+    assert item.id == "3/0" and item.full_dataset_entry == {"task_name": "3", "agent": "toy_plain_agent"}
+    workflow = made(toy_run, tmp_path, lambda builder: builder.get_workflow())
+    assert workflow({"task_name": 3, "question": "x"}) == "toy_levels x"
+    with pytest.raises(ConfigError, match=r"has no 'None', which the row's column 'task_name' names; there are: 3"):
+        workflow({"n": 1})
 
 
 def test_a_curriculum_of_a_task_overrides_what_it_names(toy_run, tmp_path):
