@@ -138,7 +138,7 @@ def with_teacher_logprobs(
         score: scores a microbatch with the teacher.
     """
     logprobs = np.array(job.batch.sampler_logprobs)
-    if (own := _own_batch(rows, planner)) is not None:
+    if (own := _own_batch(rows, planner, has_supports=True)) is not None:
         logprobs[_taught_tokens(job, rows)] = score_tokens(own, score).logprobs[_trained_tokens(own)]
     return job._replace(teacher_logprobs=logprobs)
 
@@ -159,7 +159,7 @@ def with_teacher_states(
         teacher: weights of the teacher.
         pause: called after each microbatch is queued, with an array that is ready when it has been computed.
     """
-    ids, own = np.zeros(job.turns.shape, np.int32), _own_batch(rows, planner)
+    ids, own = np.zeros(job.turns.shape, np.int32), _own_batch(rows, planner, has_supports=False)
     places = _taught_tokens(job, rows)
     ids[places] = np.arange(1, len(places[0]) + 1)
     states = empty_states(teacher, 1, len(places[0]) + 1)[0]
@@ -202,11 +202,11 @@ def _copied_head(model: Model, params: Params) -> Params:
     return constrain(model.sharding, jax.tree.map(jnp.copy, model.head(params)))
 
 
-def _own_batch(rows: Sequence[Row], planner: BatchPlanner) -> TrainingBatch | None:
+def _own_batch(rows: Sequence[Row], planner: BatchPlanner, *, has_supports: bool) -> TrainingBatch | None:
     """Return the batch of the teacher's sequences; None if there are none."""
     taught = [Row(row.teacher, row.trajectory) for row in rows if row.teacher is not None]
     # A token's state stands in the column before it only where no tokens are shared.
-    return make_batch(taught, replace(planner, shared_tokens=0), has_supports=True) if taught else None
+    return make_batch(taught, replace(planner, shared_tokens=0), has_supports=has_supports) if taught else None
 
 
 def _taught_tokens(job: TrainingBatch, rows: Sequence[Row]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ from jaxft.core.divergence import Teacher
 from jaxft.core.objectives import grpo_loss
 from jaxft.core.types import Batch, Model
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, Trajectory
-from jaxft.rollout.calls import Prompt
+from jaxft.rollout.calls import Prompt, encode_support
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import token_sequences
 from jaxft.rollout.weights import Weights
@@ -119,10 +119,11 @@ def test_rows_without_a_teacher_are_counted(make_row, make_sequence, template, l
     }
 
 
-V, E = 64, 5
+V, E, TRACED = 64, 5, []
 
 
 def apply(params, tokens, positions, cache=None, tables=None, segment_ids=None):
+    TRACED.append(tokens.shape)
     is_seen = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
     if segment_ids is not None:
         is_seen &= segment_ids[:, :, None] == segment_ids[:, None, :]
@@ -215,6 +216,10 @@ def test_the_loss_is_the_divergence_from_the_states_of_other_sequences(job, para
     ]
     distance, gradient = of_rows(rows)
     assert distance == pytest.approx(np.sum(kl) / 16, rel=1e-5) and np.abs(gradient["head"]).max() > 1e-3
+    filtered = {"supports": [encode_support(np.array([7], np.uint32))] * len(rows[0].teacher.tokens)}
+    drawn, traced = rows[0]._replace(teacher=rows[0].teacher.model_copy(update=filtered)), len(TRACED)
+    with_teacher_states(laid_out, [drawn, *rows[1:]], planner, teacher, lambda ready: None)
+    assert len(TRACED) == traced  # hidden states know no supports
     same = [row._replace(teacher=None if row.teacher is None else row.sequence) for row in rows]
     distance, gradient = of_rows(same)
     assert abs(distance) < 1e-6 and max(np.abs(each).max() for each in gradient.values()) < 1e-6
