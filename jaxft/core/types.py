@@ -5,8 +5,10 @@ Letters: `B` rows, `T` tokens, `V` vocabulary, `W` words of 32 bits that hold `V
 
 import enum
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.packing import Branches
@@ -107,6 +109,33 @@ class Denominators(NamedTuple):
     observations: Float[Array, ""] | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class HostStates:
+    """Hidden states by index into those of a whole job: numpy makes the array, `[B T E]`, when it is asked for one.
+
+    Attributes:
+        states: `[U E]` all states.
+        ids: `[B T]` index of each token's.
+    """
+
+    states: np.ndarray
+    ids: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return *self.ids.shape, self.states.shape[1]
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the array."""
+        return self.states.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the array, which is a copy."""
+        return self.states[self.ids].astype(dtype or self.dtype, copy=False)
+
+
 class Batch(NamedTuple):
     """Padded arrays, or nested lists, for one update. `completion_mask` is True where the policy chose the token.
 
@@ -121,7 +150,8 @@ class Batch(NamedTuple):
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     With `branches` the sequences of a row share their first tokens, which are in the row once.
     `teacher_hidden` is the hidden state of a teacher that reads another prompt, before it is given the token, of which
-    its head makes the logits; 0 for tokens that it does not teach. None: a teacher reads the same tokens.
+    its head makes the logits; 0 for tokens that it does not teach. None: a teacher reads the same tokens. An update
+    also takes `HostStates`, which it makes when it comes to the microbatch.
     """
 
     tokens: Int[Array, "B T"]

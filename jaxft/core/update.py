@@ -17,7 +17,7 @@ from jaxft.core.losses import Metrics
 from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.reductions import count_tokens
 from jaxft.core.sharding import commit_like, committed_device, constrain
-from jaxft.core.types import Batch, Denominators, Model, Params
+from jaxft.core.types import Batch, Denominators, HostStates, Model, Params
 
 LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], Metrics]]
 
@@ -209,19 +209,26 @@ class Update:
             pause: called after each microbatch is queued, with an array that is ready when it has been computed; other
                 work of the device may be queued there.
         """
-        parts = self._place_parts(self.microbatches(batch))
+        parts = self.microbatches(batch)
+        states = [part.teacher_hidden for part in parts]
+        parts = self._place_parts([part._replace(teacher_hidden=None) for part in parts])
         trained, frozen = self._partition(state)
         is_sound = self._soundness(trained)
         if len(parts) == 1:
-            trained, metrics = self._whole(trained, frozen, parts[0], is_sound)
+            part = parts[0]._replace(teacher_hidden=self._placed_states(states[0]))
+            trained, metrics = self._whole(trained, frozen, part, is_sound)
             pause(metrics["loss"])
             self._remember(trained, is_sound)
             return trained._replace(params=combine(trained.params, frozen)), metrics
         counts = [self._count(*part.counted) for part in parts]
         denominators = jax.tree.map(lambda *each: sum(each[1:], each[0]), *counts)
-        begun = self._begin(state.params, self._report_dtypes(state.params, parts[0], denominators))
+        shaped = parts[0]._replace(teacher_hidden=states[0])
+        begun = self._begin(state.params, self._report_dtypes(state.params, shaped, denominators))
         sums = commit_like(state.params, begun)
-        for part in parts:
+        for part, hidden in zip(parts, states, strict=True):
+            part = part._replace(teacher_hidden=self._placed_states(hidden))
+            if hidden is not None:  # no more than two microbatches have theirs at once
+                jax.block_until_ready(sums.loss)
             sums = self._add(state.params, sums, part, denominators)
             pause(sums.loss)
         trained, metrics = self._finish(trained, sums, is_sound)
@@ -263,6 +270,11 @@ class Update:
 
     def _place_parts(self, parts: list[Batch]) -> list[Batch]:
         return parts if self._sharding is None else [self._sharding.place_rows(part) for part in parts]
+
+    def _placed_states(self, states: Any) -> Any:
+        """Return the hidden states of a microbatch as an array on its devices; None for None."""
+        array = np.asarray(states) if isinstance(states, HostStates) else states
+        return array if self._sharding is None or array is None else self._sharding.place_rows(array)
 
     def programs(self, state: TrainState, batch: Batch) -> dict[str, Callable[[], Any]]:
         """Return functions that lower the programs of an update of several microbatches like `batch`, by name.

@@ -27,7 +27,7 @@ from jaxft.core.packing import (
     unpack,
 )
 from jaxft.core.sharding import to_host
-from jaxft.core.types import Batch, Scored
+from jaxft.core.types import Batch, HostStates, Scored
 from jaxft.rollout.calls import PENALIZED, decode_support
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.config import LossConfig
@@ -148,7 +148,7 @@ class TrainingBatch(NamedTuple):
                 words: Any = self.supports[self.support_ids[end - rows : end, :width]]
                 part = part._replace(supports=words)
             if self.teacher_ids is not None and self.teacher_states is not None:
-                states: Any = self.teacher_states[self.teacher_ids[end - rows : end, :width]]
+                states: Any = HostStates(self.teacher_states, self.teacher_ids[end - rows : end, :width])
                 part = part._replace(teacher_hidden=states)
             parts.append(part)
         return parts

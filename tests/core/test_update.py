@@ -12,7 +12,7 @@ import pytest
 
 from jaxft.core.losses import policy_loss
 from jaxft.core.objectives import grpo_loss, sft_loss
-from jaxft.core.types import Batch
+from jaxft.core.types import Batch, HostStates
 from jaxft.core.update import TrainState, init_train_state, make_update
 from jaxft.models.config import model_preset
 from jaxft.models.decoder import decoder
@@ -324,15 +324,24 @@ def test_more_microbatches_compile_nothing(bigram):
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_committed_parameters_compile_an_update_once(bigram, num_microbatches):
+    """And hidden states are made when their microbatch is placed, not before."""
+    events = []
+
+    class States(HostStates):
+        def __array__(self, dtype=None, copy=None):
+            events.append("made")
+            return super().__array__(dtype, copy)
+
     optimizer = optax.adam(0.1)
     update = make_update(bigram, sft_loss, optimizer, microbatch_rows=2)
-    rows = np.zeros((2 * num_microbatches, 2), np.int32)
-    batch = Batch(rows, np.array([[False, True]] * len(rows)))
+    rows, states = np.zeros((2, 2), np.int32), States(np.ones((1, 3), np.float32), np.zeros((2, 2), np.int32))
+    batch = [Batch(rows, np.array([[False, True]] * 2), teacher_hidden=states)] * num_microbatches
     state = init_train_state(jax.device_put(bigram_params(), jax.devices()[0]), optimizer)
     with closing(CompileCounter()) as compiles:
-        state, _ = update(state, batch)
+        state, _ = update(state, batch, lambda ready: events.append("queued"))
         first = compiles.count
         update(state, batch)
+    assert events[: 2 * num_microbatches] == ["made", "queued"] * num_microbatches
     assert first == len(set(compiles.names(0))) == compiles.count
 
 

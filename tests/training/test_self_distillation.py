@@ -205,8 +205,8 @@ def test_the_loss_is_the_divergence_from_the_states_of_other_sequences(job, para
     def of_rows(rows):
         taught = with_teacher_states(laid_out, rows, planner, teacher, lambda ready: None)
         (part,) = taught.microbatches()
-        zeros = np.zeros_like(part.sampler_logprobs)
-        (_, metrics), gradient = loss(both, part._replace(advantages=zeros))
+        zeros, states = np.zeros_like(part.sampler_logprobs), np.asarray(part.teacher_hidden)
+        (_, metrics), gradient = loss(both, part._replace(advantages=zeros, teacher_hidden=states))
         return float(metrics["teacher_divergence"]), jax.device_get(gradient["policy"])
 
     kl = [
