@@ -20,7 +20,7 @@ M = TypeVar("M", bound=BaseModel)
 OWN = "jaxft"
 """Key, in the metadata of a trajectory of the toolkit, of the fields that only jaxft's have."""
 
-OWN_FIELDS = ("scorable", "named_rewards", "example_id", "generation", "rollout_index", "sequences")
+OWN_FIELDS = ("scorable", "named_rewards", "example_id", "generation", "rollout_index", "task", "sequences")
 
 
 def to_toolkit_collection(collection: jaxft.TrajectoryCollection) -> toolkit.TrajectoryCollection:

@@ -56,7 +56,8 @@ def test_answers_of_equal_log_probabilities_keep_their_tokens():
         tokens=[1, 7, 8, 9], turns=[-1, 0, 1, 2], sampler_logprobs=[0.0] * 4, behavior_logprobs=[0.0] * 4, **fields
     )
     items = [own.EpisodeItem(role="assistant", content="", logprobs=[0.0]) for _ in range(3)]
-    trajectory = own.Trajectory(episode=items, reward=0.5, sequences=[sequence], example_id="1", generation=2)
+    known = {"example_id": "1", "generation": 2, "rollout_index": 3, "task": "sums"}
+    trajectory = own.Trajectory(episode=items, reward=0.5, sequences=[sequence], **known)
     collection = own.TrajectoryCollection(trajectories=[[trajectory]], run_id="any")
     given = to_toolkit_collection(collection)
     tokens = [item.logprobs["content"][0]["token"] for item in given.trajectories[0][0].episode]
