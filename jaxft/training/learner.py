@@ -397,9 +397,10 @@ class Learner:
 
         On GPUs they run twice more once all are compiled; see `warm_up_rounds`. The given parameters are donated; the
         returned ones hold the same bits. `pause` is that of `learn`. What scores logged rows for a policy loss is
-        compiled by their first job.
+        compiled by their first job. From now on no rows share a prefix, as the layouts of later jobs are not known.
         """
         self._prepare(params)
+        self._shared_tokens = 0
         state = self._train_state(params)
         for _ in range(warm_up_rounds(compute_platform(self.model.sharding))):
             state = self._run_all_shapes(state, longest, pause)

@@ -424,10 +424,10 @@ def test_a_warm_up_changes_nothing_and_no_job_compiles_after_it(job, start, loss
     if "reference" not in loss:  # nothing moves, so nothing is compiled for it
         monkeypatch.setattr(learner_module, "mix", None)
     learner = Learner(MODEL, LossConfig(**loss), SGD, microbatch_tokens=32, num_iterations=2)
-    given = on_device(start)
+    given, learner._shared_tokens = on_device(start), 64
     warm = learner.warm_up(given, 32)  # two widths and several heights: the state is donated from one to the next
     jax.tree.map(np.testing.assert_array_equal, warm, start)
-    assert learner.step == 0 and learner.jobs == 0
+    assert learner.step == 0 and learner.jobs == 0 and learner._planner().shared_tokens == 0
     assert (learner.value_head is not None) == (loss["name"] == "ppo")
     assert all(not leaf.is_deleted() for leaf in jax.tree.leaves(learner.arrays(warm)))
     with closing(CompileCounter()) as compiles:
