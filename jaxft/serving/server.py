@@ -185,6 +185,9 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        # asyncio does it for sockets made with TCP's protocol number alone, which `create_server` does not give.
+        # Without it a body waits behind its head for 40 ms, until the client has acknowledged the head.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(0)  # so that the time for writing begins with the first unread byte
         self.app_state = {**self.app_state, CONNECTION: self}
         self.owner.add_stranger(self)
