@@ -4,7 +4,7 @@
     python benchmarks/shared_prefix.py --shapes 1536,512,8                            # one shape
 
 A shape is the tokens of a prompt, the tokens of an answer, and the answers to it, a power of two. Both forms are one
-microbatch. Expect a third of the operations and of the temporaries at 1536,512,8, and less than a third of the time. A
+microbatch. Expect a third of the operations and of the temporaries at 1536,512,8, and a third of the time. A
 shape is marked `plain` where the trainer's planner does not share its prompts.
 """
 
