@@ -286,7 +286,7 @@ class _Document(BaseModel):
 
     @functools.cached_property
     def names_models(self) -> bool:
-        """Whether the writer names the model of every answer, so that a step without a name has no model.
+        """Return True if the writer names the model of every answer, so that a step without a name has no model.
 
         So it is where a step repeats the name of the agent's own model, as NeMo Agent Toolkit's do: its steps without a
         name are a tool's, or what its workflow returned. Else a step without a name is of the agent's model.

@@ -74,7 +74,7 @@ def prefix_attention(
 
 
 class Part(NamedTuple):
-    """What one kernel call returns.
+    """Attention over the keys of one kernel call, and the log-sum-exp that joins it with another.
 
     Attributes:
         mixed: attention over the keys of the call, `[B T H h]`.

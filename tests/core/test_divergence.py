@@ -75,7 +75,7 @@ OF_ALPHA = {0.0: ("forward", 0.5), 0.1: ("jensen_shannon", 0.1), 0.5: ("jensen_s
 
 @pytest.mark.parametrize("case", VECTORS["cases"], ids=lambda case: f"alpha {case['alpha']}")
 def test_values_and_gradients_are_those_of_trl(found, case):
-    """Those of SDPO; of sampled tokens the gradient is that of advantages `log q - log p`, which are constants."""
+    """The oracle is SDPO. The gradient of sampled tokens is that of constant advantages `log q - log p`."""
     student, teacher = np.array(VECTORS["student"]), np.array(VECTORS["teacher"])
     if case["alpha"] is not None:
         got, gradient = found(student, teacher, np.ones(6))[OF_ALPHA[case["alpha"]]]

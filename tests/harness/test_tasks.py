@@ -147,7 +147,7 @@ def test_the_datasets_of_a_run_have_rows_of_its_tasks(toy_run, tmp_path):
 
 
 def made(mapping, tmp_path, make):
-    """What a function makes of the builder of this configuration."""
+    """Return the result of a function that gets a builder with this configuration."""
 
     async def main():
         config = config_from_mapping(mapping, base_dir=tmp_path)
