@@ -29,15 +29,15 @@ if version("jaxlib").startswith("0.10."):  # jaxlib 0.12 has no other emitters, 
     FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ.setdefault("XLA_FLAGS", FLAGS)
 
-# One compilation cache for all processes of one run of the tests, which its first process makes and removes: programs
-# that take long to compile are compiled once, and nothing of an earlier run can hide in it.
+# One compilation cache for all processes of one run of the tests, which its first process makes and removes: a program
+# is compiled once, however fast the machine is, and nothing of an earlier run can hide in it.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     folder = tempfile.mkdtemp(prefix="jaxft-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ |= {
         "JAX_ENABLE_COMPILATION_CACHE": "1",
         "JAX_COMPILATION_CACHE_DIR": folder,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
