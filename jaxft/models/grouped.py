@@ -1,22 +1,119 @@
-"""Products of rows with the weights of their group, as a mixture of experts needs them.
+"""Products of rows with the weights of their group, as a mixture of experts needs them, with gradients.
 
-Letters: `n` rows, `E` experts, `d` input width, `f` output width.
+On CPUs a loop takes blocks of rows, each with the weights of its expert, so no more weights are read than those of
+experts with rows.
+Letters: `n` rows, `E` experts, `d` input width, `f` output width, `b` blocks.
 """
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+BLOCK_ROWS = 8, 32
+"""Fewest and most rows of a block on CPUs."""
 
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_dot(
-    rows: Float[Array, "n d"], weights: Float[Array, "E d f"], sizes: Int[Array, " E"]
+    rows: Float[Array, "n d"], weights: Float[Array, "E d f"], sizes: Int[Array, " E"], platform: str = "cpu"
 ) -> Float[Array, "n f"]:
-    """Return the product of each row with the weights of its expert.
+    """Return the product of each row with the weights of its expert, summed in float32.
 
     Rows stand in the order of their experts: the first `sizes[0]` belong to expert 0, the next `sizes[1]` to expert 1.
-    An expert may have none. Rows beyond the sum of the sizes give 0.
+    An expert may have none. Rows beyond the sum of the sizes give 0, and cost nothing on CPUs and GPUs.
 
-    >>> import jax.numpy as jnp
-    >>> grouped_dot(jnp.ones((3, 1)), jnp.array([[[2.0]], [[5.0]]]), jnp.array([1, 2])).tolist()
+    Args:
+        rows: rows in the order of their experts.
+        weights: weights of each expert.
+        sizes: rows of each expert.
+        platform: platform of the devices that compute: cpu, gpu or tpu.
+
+    >>> jax.jit(grouped_dot)(jnp.array([[1.0]] * 3), jnp.array([[[2.0]], [[5.0]]]), jnp.array([1, 2])).tolist()
     [[2.0], [5.0], [5.0]]
     """
-    return jax.lax.ragged_dot(rows, weights, sizes)
+    return _multiply(rows, weights, sizes, is_transposed=False)
+
+
+def _forward(rows: Array, weights: Array, sizes: Array, platform: str) -> tuple[Array, Any]:
+    return grouped_dot(rows, weights, sizes, platform), (rows, weights, sizes)
+
+
+def _backward(platform: str, saved: Any, cotangent: Array) -> tuple[Array, Array, None]:
+    rows, weights, sizes = saved
+    of_rows = _multiply(cotangent, weights, sizes, is_transposed=True)
+    return of_rows, _sum_outer(rows, cotangent, sizes).astype(weights.dtype), None
+
+
+grouped_dot.defvjp(_forward, _backward)
+
+
+class RowBlocks(NamedTuple):
+    """Blocks of rows of one expert each, in the order of the rows; only the first `num_blocks` of them are real."""
+
+    experts: Int[Array, " b"]
+    starts: Int[Array, " b"]
+    ends: Int[Array, " b"]
+    num_blocks: Int[Array, ""]
+
+
+def row_blocks(sizes: Int[Array, " E"], rows: int, block: int) -> RowBlocks:
+    """Divide the rows of each expert into blocks of at most this many.
+
+    >>> blocks = jax.device_get(jax.jit(row_blocks, static_argnums=(1, 2))(jnp.array([3, 0, 1]), 4, 2))
+    >>> [each[: blocks.num_blocks].tolist() for each in blocks[:3]]
+    [[0, 0, 2], [0, 2, 3], [2, 3, 4]]
+    """
+    experts, counts = sizes.shape[0], -(-sizes // block)
+    row_ends, block_ends = jnp.cumsum(sizes), jnp.cumsum(counts)
+    places = jnp.arange(min(rows, rows // block + experts))
+    found = jnp.minimum((block_ends <= places[:, None]).sum(axis=1), experts - 1)
+    starts = (row_ends - sizes)[found] + (places - (block_ends - counts)[found]) * block
+    return RowBlocks(found, starts, jnp.minimum(starts + block, row_ends[found]), block_ends[-1])
+
+
+def _blocks_on_cpu(sizes: Array, rows: int) -> tuple[int, RowBlocks]:
+    least, most = BLOCK_ROWS
+    block = min(max(rows // sizes.shape[0], least), most)
+    return block, row_blocks(sizes, rows, block)
+
+
+def _padded(rows: Array, block: int) -> Array:
+    return jnp.pad(rows, ((0, block), (0, 0)))
+
+
+def _contract(a: Array, b: Array, axes: tuple[int, int]) -> Array:
+    return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _multiply(rows: Array, weights: Array, sizes: Array, *, is_transposed: bool) -> Array:
+    """Return the product of each row with the weights of its expert, or with their transpose."""
+    count, (block, blocks) = len(rows), _blocks_on_cpu(sizes, len(rows))
+    padded, axis = _padded(rows, block), 1 if is_transposed else 0
+
+    def step(i: Array, made: Array) -> Array:
+        start = blocks.starts[i]
+        part, own = jax.lax.dynamic_slice_in_dim(padded, start, block), weights[blocks.experts[i]]
+        # Of the next expert's rows the product is wrong, until that expert's block writes over it.
+        return jax.lax.dynamic_update_slice_in_dim(made, _contract(part, own, (1, axis)).astype(made.dtype), start, 0)
+
+    made = jax.lax.fori_loop(0, blocks.num_blocks, step, jnp.zeros((len(padded), weights.shape[2 - axis]), rows.dtype))
+    return jnp.where(jnp.arange(count)[:, None] < sizes.sum(), made[:count], 0)
+
+
+def _sum_outer(rows: Array, others: Array, sizes: Array) -> Float[Array, "E d f"]:
+    """Return the sum of the outer products of the rows of each expert, in float32."""
+    block, blocks = _blocks_on_cpu(sizes, len(rows))
+    rows, others = _padded(rows, block), _padded(others, block)
+
+    def step(i: Array, sums: Array) -> Array:
+        start = blocks.starts[i]
+        part, other = (jax.lax.dynamic_slice_in_dim(x, start, block) for x in (rows, others))
+        part = jnp.where(start + jnp.arange(block)[:, None] < blocks.ends[i], part, 0)
+        return sums.at[blocks.experts[i]].add(_contract(part, other, (0, 0)))
+
+    return jax.lax.fori_loop(
+        0, blocks.num_blocks, step, jnp.zeros((len(sizes), rows.shape[1], others.shape[1]), jnp.float32)
+    )
