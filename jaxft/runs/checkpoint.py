@@ -196,16 +196,7 @@ class Checkpoints:
         Raises:
             RestoreError: names, shapes or dtypes differ.
         """
-        saved, old = checkpoint.state["layout"], _with_old_names(like)
-        differences = _differences(saved, layout(like))
-        has_old_names, structure = False, jax.tree.structure
-        if str(structure(old)) != str(structure(like)) and not _differences(saved, layout(old)):
-            # A frozen base has names but no leaves: they are in orbax's metadata, not in the layout.
-            metadata = self.folder / str(checkpoint.step) / "arrays" / "_METADATA"
-            has_old_names = b'"ends"' in metadata.read_bytes()
-        if has_old_names:
-            like = old
-        elif differences:
+        if differences := _differences(checkpoint.state["layout"], layout(like)):
             listed = "\n  ".join(differences[:20])
             raise RestoreError(
                 f"checkpoint {checkpoint.step} does not fit this run ({len(differences)} differences): continue it "
@@ -217,8 +208,7 @@ class Checkpoints:
         jax.tree.map(lambda x: x.delete(), like)
         restore_args = ocp.checkpoint_utils.construct_restore_args(target)
         args = ocp.args.Composite(arrays=ocp.args.PyTreeRestore(target, restore_args=restore_args))
-        restored = self._manager.restore(checkpoint.step, args=args).arrays
-        return _with_new_names(restored) if has_old_names else restored
+        return self._manager.restore(checkpoint.step, args=args).arrays
 
     def save(
         self,
@@ -386,36 +376,6 @@ def layout(arrays: Any) -> dict[str, str]:
         jax.tree_util.keystr(path, simple=True, separator="/"): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in leaves
     }
-
-
-def _with_old_names(tree: Any) -> Any:
-    """Move the `embed`, `final_norm` and `lm_head` of decoders to `ends`, where the first checkpoints have them."""
-
-    def is_new(node: Any) -> bool:
-        return isinstance(node, dict) and node.keys() >= {"embed", "final_norm", "layers"}
-
-    def rename(node: Any) -> Any:
-        if not is_new(node):
-            return node
-        head = {"lm_head": node["lm_head"]} if "lm_head" in node else {}
-        return {"ends": {"embedding": node["embed"], "norm": node["final_norm"], **head}, "layers": node["layers"]}
-
-    return jax.tree.map(rename, tree, is_leaf=is_new)
-
-
-def _with_new_names(tree: Any) -> Any:
-    """Invert `_with_old_names`."""
-
-    def is_old(node: Any) -> bool:
-        return isinstance(node, dict) and node.keys() == {"ends", "layers"}
-
-    def rename(node: Any) -> Any:
-        if not is_old(node):
-            return node
-        ends = dict(node["ends"])
-        return {"embed": ends.pop("embedding"), "final_norm": ends.pop("norm"), "layers": node["layers"], **ends}
-
-    return jax.tree.map(rename, tree, is_leaf=is_old)
 
 
 def _differences(saved: dict[str, str], wanted: dict[str, str]) -> list[str]:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from jaxft.errors import CheckpointError, DiskFull, RestoreError, RunDirectoryError
@@ -376,48 +375,3 @@ def test_so_does_a_small_one(tmp_path, capsys):
             pytest.skip("no tmpfs can be mounted here")
         shown = fill(tmp_path / "disk" / "run", capsys, contextlib.nullcontext(), 1_000_000)
     assert re.search(r"/run/checkpoints/2' cannot be written: No space left on device; \d+ bytes are free", shown)
-
-
-@pytest.mark.parametrize("has_head", [True, False])
-def test_a_decoder_saved_under_the_first_names_is_restored(directory, has_head):
-    """Parameters, and the moments of the optimiser, which are trees of the same names."""
-
-    def state(rename, shift):
-        embed, scale, kernel, head = (np.full((3, 2), shift + i, np.float32) for i in range(4))
-        params = {"embed": embed, "final_norm": {"scale": scale}, "layers": {"kernel": kernel}}
-        params |= {"lm_head": head} if has_head else {}
-        if rename:
-            ends = {"embedding": embed, "norm": {"scale": scale}} | ({"lm_head": head} if has_head else {})
-            params = {"ends": ends, "layers": {"kernel": kernel}}
-        params = jax.tree.map(jnp.asarray, params)
-        moments = optax.ScaleByAdamState(jnp.asarray(np.int32(0)), params, params)
-        return {"params": params, "opt_state": (moments, optax.EmptyState())}
-
-    checkpoints = Checkpoints(directory)
-    checkpoints.save(1, {}, state(True, 1.0))
-    checkpoints.wait()
-    newest = checkpoints.newest(print)
-    restored = checkpoints.arrays(newest, state(False, 0.0))
-    checkpoints.close()
-    jax.tree.map(np.testing.assert_array_equal, restored, state(False, 1.0))
-
-
-@pytest.mark.parametrize("has_old_names", [True, False])
-def test_adapters_saved_beside_a_frozen_base_of_either_names_are_restored(directory, has_old_names):
-    """The base is not in the checkpoint, but its names are."""
-
-    def state(has_old_names, value):
-        base = {"embed": None, "final_norm": {"scale": None}, "layers": {"kernel": None}}
-        if has_old_names:
-            base = {"ends": {"embedding": None, "norm": {"scale": None}}, "layers": {"kernel": None}}
-        return {
-            "params": {"base": base, "adapter": {"layers": {"lora_a": jnp.asarray(np.full((2, 2), value, np.float32))}}}
-        }
-
-    checkpoints = Checkpoints(directory)
-    checkpoints.save(1, {}, state(has_old_names, 1.0))
-    checkpoints.wait()
-    restored = checkpoints.arrays(checkpoints.newest(print), state(False, 0.0))
-    checkpoints.close()
-    jax.tree.map(np.testing.assert_array_equal, restored, state(False, 1.0))
-    assert jax.tree.structure(restored) == jax.tree.structure(state(False, 1.0))
