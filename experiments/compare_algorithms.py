@@ -9,7 +9,7 @@ A name is one of `ALGORITHMS`, a loss, advantages (of dapo), or LOSS+ADVANTAGES.
 Other options are those of the task's script, as `--jobs` here.
 
 All runs of a seed start from the same warm start. The table has the mean of the held-out score over the seeds, its
-bootstrap interval (95 %) and each seed's own score. Writes result.json, compare.html and compare.png to
+bootstrap interval (95 %) and each seed's own score. Writes result.json, compare.html and compare.json to
 runs/compare_TASK. The same command goes on where it was stopped; --overwrite begins anew. Hours on two CPU cores.
 
 A collection is trained in four updates, as with one every ratio is 1, and losses that differ in the ratio are the same.

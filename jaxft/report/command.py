@@ -44,8 +44,8 @@ COMPARE = Verb(
     help="compare runs",
     description="""Compares runs, folded over seeds: settings that differ, metrics with 95 % intervals, and curves.
 
-Writes compare.html, compare.png and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie
-in different folders.""",
+Writes compare.html and compare.json to a folder `compare` beside the runs, or to runs/compare if they lie in different
+folders.""",
     add_arguments=compare_arguments,
     run="jaxft.report.compare:run",
 )

@@ -1,37 +1,29 @@
-"""The verb `compare`, and the files of a comparison: a picture, a page and JSON, in a folder of their own.
+"""The verb `compare`, and the files of a comparison: a page and JSON, in a folder of their own.
 
 Files that jaxft did not write are never replaced: the JSON file of an earlier comparison marks the folder as its own.
 """
 
 import argparse
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import json_bytes, replace_file
 from jaxft.harness import run_main
-from jaxft.report.charts import SMALL, WIDE, Band, Line, line_chart
+from jaxft.report.charts import NUM_COLORS, SMALL, WIDE, Band, Line, line_chart
 from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
 from jaxft.report.comparison import Comparison, compare_runs, comparison_json
 from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves, run_curve
 from jaxft.report.comparison_text import comparison_text, figure_rows, figures_title, overview, with_interval
 from jaxft.report.pages import render_page
 from jaxft.report.run_groups import RunGroup
-from jaxft.runs import CONFIG_FILE, current_console, printable
+from jaxft.runs import CONFIG_FILE, current_console
 
 FOLDER_NAME = "compare"
-PICTURE_FILE, PAGE_FILE = "compare.png", "compare.html"
-
-COLORS = ("#2563b8", "#d1590a", "#00805f", "#a64d8c", "#8a6d00", "#2f8fbf", "#7a4b2a", "#6b7280")
-"""Colours of the groups: `--c0` to `--c7` of assets/page.css, in its light form."""
+PAGE_FILE = "compare.html"
 
 
 def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
@@ -63,7 +55,7 @@ def check_folder(folder: Path) -> None:
     """
     if (folder / CONFIG_FILE).exists():
         raise RunDirectoryError(f"'{folder}' holds a run: give another folder for the comparison, with --output")
-    present = [name for name in (COMPARISON_FILE, PICTURE_FILE, PAGE_FILE) if (folder / name).exists()]
+    present = [name for name in (COMPARISON_FILE, PAGE_FILE) if (folder / name).exists()]
     if present and not is_ours(folder / COMPARISON_FILE):
         raise RunDirectoryError(
             f"'{folder}' holds {', '.join(present)}, but no {COMPARISON_FILE} of jaxft: nothing was replaced; give "
@@ -72,7 +64,7 @@ def check_folder(folder: Path) -> None:
 
 
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
-    """Write `compare.json`, `compare.png` and `compare.html`, and return their paths.
+    """Write `compare.json` and `compare.html`, and return their paths.
 
     Args:
         comparison: the comparison.
@@ -88,7 +80,6 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     # The first marks the folder as ours, so that a write that was cut off is repeated.
     files = {
         COMPARISON_FILE: json_bytes(comparison_json(comparison), indent=2),
-        PICTURE_FILE: comparison_png(comparison),
         PAGE_FILE: comparison_page(comparison).encode("utf-8", "backslashreplace"),
     }
     try:
@@ -152,11 +143,11 @@ def _drawn(comparison: Comparison, metric: str) -> tuple[list[Line], list[Band]]
 
 def drawn_groups(comparison: Comparison) -> tuple[RunGroup, ...]:
     """Return the groups that are drawn: all, or as many as there are colours, those with the highest final reward."""
-    if len(comparison.groups) <= len(COLORS):
+    if len(comparison.groups) <= NUM_COLORS:
         return comparison.groups
     rewards = comparison.figures.get("final_reward", (None,) * len(comparison.groups))
     means = [-math.inf if reward is None else reward.mean for reward in rewards]
-    best = sorted(range(len(means)), key=means.__getitem__, reverse=True)[: len(COLORS)]
+    best = sorted(range(len(means)), key=means.__getitem__, reverse=True)[:NUM_COLORS]
     return tuple(comparison.groups[at] for at in sorted(best))
 
 
@@ -170,46 +161,3 @@ def curves_note(comparison: Comparison) -> str:
 def seeds_text(count: int) -> str:
     """Return a number of seeds in words."""
     return "none finished" if count == 0 else "1 seed" if count == 1 else f"{count} seeds"
-
-
-STROKES: dict[str, dict[str, Any]] = {
-    "line": {"linewidth": 2, "markersize": 3.5},
-    "faint": {"linewidth": 0.7, "alpha": 0.4},
-    "dashed": {"linewidth": 0.9, "alpha": 0.6, "linestyle": "--"},
-}
-"""Strokes of the picture by style of line."""
-
-
-def comparison_png(comparison: Comparison) -> bytes:
-    """Return the picture: a panel of training rewards and, if there were validations, one of their rewards."""
-    panels = [(name, *_drawn(comparison, name)) for name in (REWARD, VALIDATION)]
-    panels = [panel for panel in panels if panel[0] == REWARD or panel[1]]
-    # Not pyplot, which keeps figures in global state and looks for a screen.
-    figure = Figure(figsize=(8, 1.0 + 3.8 * len(panels)), dpi=150, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    every_axes = figure.subplots(len(panels), squeeze=False)[:, 0]
-    for axes, (name, lines, bands) in zip(every_axes, panels, strict=True):
-        for band in bands:
-            axes.fill_between(band.xs, band.lows, band.highs, color=COLORS[band.color], alpha=0.18, linewidth=0)
-        for line in reversed(lines):  # the first lies on top
-            # On one line, without characters that no font has; the space, as matplotlib leaves out labels that begin
-            # with an underscore.
-            label = f" {printable(' '.join(line.name.split()))}" if line.name else None
-            marker = "o" if line.style == "line" and len(line.xs) <= 30 else ""
-            axes.plot(line.xs, line.ys, color=COLORS[line.color], label=label, marker=marker, **STROKES[line.style])
-        axes.margins(x=0.02, y=0.06)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set(xlabel=X_AXES[comparison.x_axis], ylabel=CURVES[name])
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    every_axes[0].set_title(curves_note(comparison), fontsize=8, color="#5c636d", loc="left", wrap=True)
-    handles, labels = (found[::-1] for found in every_axes[0].get_legend_handles_labels())
-    if handles:
-        # Names of groups are a user's: a dollar sign begins no formula.
-        columns = 1 if max(map(len, labels)) > 45 else 2
-        legend = figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-        for text in legend.get_texts():
-            text.set_parse_math(False)
-    picture = io.BytesIO()
-    canvas.print_png(picture)
-    return picture.getvalue()

@@ -84,7 +84,7 @@ def test_no_finished_run_gives_curves_and_no_figures(tmp_path):
     comparison = compare_runs([f"{tmp_path}/*"])
     assert comparison.figures == {} and comparison.last_epochs == 2
     assert "b" in comparison_text(comparison) and "0.6" not in comparison_text(comparison)
-    assert len(write_comparison(comparison, tmp_path / "out")) == 3
+    assert len(write_comparison(comparison, tmp_path / "out")) == 2
 
 
 def test_one_run_is_a_group_of_its_name(tmp_path):
@@ -206,7 +206,7 @@ def test_names_with_markup_stay_text(tmp_path):
     write_run(tmp_path / "a", [0.5, 0.6], settings={LOSS: name})
     write_run(tmp_path / "_b", [0.5, 0.6], settings={LOSS: "b\x1b[31m\nc"})
     comparison = compare_runs([f"{tmp_path}/*"])
-    page = (write_comparison(comparison, tmp_path / "out")[2]).read_text()
+    page = (write_comparison(comparison, tmp_path / "out")[1]).read_text()
     assert "&lt;script&gt;" in page and "<script>alert" not in page and "\x1b" not in page
 
 
@@ -216,11 +216,11 @@ def test_files_of_others_are_not_replaced(tmp_path):
     folder = default_folder(comparison.runs)
     assert folder == tmp_path / "compare"
     folder.mkdir()
-    (folder / "compare.png").write_bytes(b"mine")
-    with pytest.raises(RunDirectoryError, match=r"compare\.png"):
+    (folder / "compare.html").write_bytes(b"mine")
+    with pytest.raises(RunDirectoryError, match=r"compare\.html"):
         write_comparison(comparison, folder)
-    assert (folder / "compare.png").read_bytes() == b"mine"
-    (folder / "compare.png").unlink()
+    assert (folder / "compare.html").read_bytes() == b"mine"
+    (folder / "compare.html").unlink()
     first = [file.read_bytes() for file in write_comparison(comparison, folder)]
     assert first == [file.read_bytes() for file in write_comparison(comparison, folder)]
 
