@@ -21,9 +21,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from jaxft import ChatRequest, CompletionRequest, Episode, LanguageModel, Reply
 from jaxft.errors import PolicyError, PromptTooLongError, RequestError, did_you_mean, one_line
 from jaxft.rollout import episode_of_token, find_episode, is_episode_token, recording
-from jaxft.serving.completions import CHAT_COMPLETIONS
+from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS
 from jaxft.serving.messages_api import COUNT_TOKENS, MESSAGES, CountTokensRequest
-from jaxft.serving.openapi import DIALECTS, openapi_schema
+from jaxft.serving.responses_api import RESPONSES
 from jaxft.serving.schemas import APIRequest, Dialect, as_refusal, read_request
 from jaxft.serving.wire import (
     MAX_BODY_BYTES,
@@ -40,6 +40,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
+"""The APIs that are served."""
+
+POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_TOKENS)
+"""Paths that take requests; the others are `GET /v1/models`, one model below it, and `GET /health`."""
+
 LARGE_BODY_BYTES = 2**16
 """Size of a body from which on it is read in a thread."""
 
@@ -55,8 +61,7 @@ OTHER_PATHS = {
 def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
     """Return the app that serves these language models, by their names.
 
-    It serves a POST to the path of each of `DIALECTS`, `GET /v1/models`, `GET /health`, and `GET /openapi.json` with
-    their schema, all also under `/e/<token>`.
+    It serves a POST to each of `POSTS`, `GET /v1/models` and `GET /health`, all also under `/e/<token>`.
     """
 
     def answers(dialect: Dialect) -> Route:
@@ -90,9 +95,6 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
             await _while_connected(request, llm.check())
         return _json({"status": "ok"})
 
-    async def schema(request: Request) -> Response:
-        return _json({**openapi_schema(tuple(llms)), "servers": [{"url": request.scope["root_path"] or "/"}]})
-
     app = Starlette(
         routes=[
             *map(answers, DIALECTS),
@@ -100,7 +102,6 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
             Route("/v1/models", _answering(models)),
             Route("/v1/models/{model:path}", _answering(model)),
             Route("/health", _answering(health)),
-            Route("/openapi.json", _answering(schema)),
         ],
         exception_handlers={HTTPException: _no_such_path},
     )
@@ -212,8 +213,8 @@ async def _no_such_path(request: Request, error: Exception) -> Response:  # else
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     known = (told for other, told in OTHER_PATHS.items() if path == other or path.startswith(f"{other}/"))
-    posts = ", ".join(f"POST {path}" for path in (*(dialect.path for dialect in DIALECTS), COUNT_TOKENS))
-    served = f"{request.method} {path[:100]}: served are {posts}, GET /v1/models, GET /health and GET /openapi.json"
+    posts = ", ".join(f"POST {each}" for each in POSTS)
+    served = f"{request.method} {path[:100]}: served are {posts}, GET /v1/models and GET /health"
     told = next(known, served) if error.status_code == 404 else served
     refused = APIError(told, status=error.status_code, code="not_found")
     return error_response(refused, path, error.headers)

@@ -17,8 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxft import ChatClient, LanguageModel
-from jaxft.serving.app import episode_token
-from jaxft.serving.openapi import REPLIES
+from jaxft.serving.app import POSTS, episode_token
 from jaxft.serving.wire import METRICS, SERVED, Served, make_id
 
 logger = logging.getLogger(__name__)
@@ -39,6 +38,9 @@ ENGINE: dict[str, tuple[str, Callable[[Any], float]]] = {
     "generation_tokens": ("Sampled tokens.", lambda engine: engine.counts.decoded_tokens),
 }
 """Metrics of an engine by name: description and value."""
+
+PATHS = (*POSTS, "/v1/models", "/health", METRICS)
+"""Paths whose requests are counted by name."""
 
 COUNTERS = ("prompt_tokens", "prefix_cache_hits", "generation_tokens")
 """Metrics of an engine that only grow; the others are gauges."""
@@ -120,7 +122,7 @@ class Metrics(Collector):
 
     def _observe(self, scope: Scope, served: Served, status: int, begun: float) -> None:
         path, seconds = episode_token(scope)[1]["path"], time.perf_counter() - begun
-        self._requests.labels(path if path in REPLIES or path == METRICS else "other", status).inc()
+        self._requests.labels(path if path in PATHS else "other", status).inc()
         level = logging.WARNING if status >= 500 else logging.DEBUG
         line = "%s %r: status %d after %.3f s, request %s"
         logger.log(level, line, scope["method"], path[:100], status, seconds, served.id)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxft.rollout.current import recording
-from jaxft.serving.openapi import DIALECTS
+from jaxft.serving.app import DIALECTS
 
 pytestmark = [
     pytest.mark.usefixtures("no_sockets"),

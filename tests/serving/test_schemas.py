@@ -14,7 +14,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 
 from jaxft.errors import RequestError
 from jaxft.serving import messages_api, responses_api
-from jaxft.serving.openapi import DIALECTS
+from jaxft.serving.app import DIALECTS
 from jaxft.serving.schemas import Ignored, Refused, StreamOptions, as_refusal, read_request
 from jaxft.serving.wire import MAX_DEPTH, MAX_VALUES, APIError, encode, parse_body
 from tests.serving.conftest import QUESTION, SCHEMA

@@ -1,6 +1,5 @@
-"""The app's OpenAPI 3.1 schema, made of the models of requests and replies, some of which are openai's own."""
+"""The OpenAPI 3.1 schema of the server, for `fuzz_server.py`, made of the models of requests and replies."""
 
-import functools
 from typing import Annotated, Any, Literal
 
 from openai.types import Completion, ErrorObject, Model
@@ -8,16 +7,15 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
-from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS
+from jaxft.serving.app import DIALECTS
 from jaxft.serving.messages_api import (
     COUNT_TOKENS,
-    MESSAGES,
     CountTokensRequest,
     TextBlock,
     ThinkingBlock,
     ToolUseBlock,
 )
-from jaxft.serving.responses_api import RESPONSES, FunctionCall, MessageItem, ReasoningItem
+from jaxft.serving.responses_api import FunctionCall, MessageItem, ReasoningItem
 from jaxft.serving.wire import openai_error
 
 Number = Annotated[int, Field(ge=0)]
@@ -80,14 +78,6 @@ class Health(BaseModel):
     status: Literal["ok"]
 
 
-class OpenAPI(BaseModel):
-    """An OpenAPI schema."""
-
-    openapi: str
-    info: dict[str, Any]
-    paths: dict[str, Any]
-
-
 class OpenAIError(BaseModel):
     """OpenAI's error."""
 
@@ -118,12 +108,8 @@ REPLIES: dict[str, type[BaseModel]] = {
     "/v1/models": ModelList,
     "/v1/models/{model}": ModelCard,
     "/health": Health,
-    "/openapi.json": OpenAPI,
 }
 """Models of whole replies, by path."""
-
-DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
-"""The APIs that are served."""
 
 STATUSES = {
     200: "The answer.",
@@ -143,9 +129,8 @@ OF_EVERY_ROUTE = (401, 403, 408, 413, 421, 429, 500, 503)
 """Statuses of errors on any route; most of them come from the `Guard` of a server."""
 
 
-@functools.cache
 def openapi_schema(models: tuple[str, ...]) -> dict[str, Any]:
-    """Return the OpenAPI schema of an app without its address, for the names of its language models."""
+    """Return the OpenAPI schema of an app that serves language models of these names."""
     requests = {dialect.path: dialect.request for dialect in DIALECTS} | {COUNT_TOKENS: CountTokensRequest}
     errors = {dialect.path: OpenAIError if dialect.error is openai_error else AnthropicError for dialect in DIALECTS}
     errors[COUNT_TOKENS] = AnthropicError
