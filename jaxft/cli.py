@@ -129,14 +129,8 @@ def _eval_arguments(parser: Parser) -> None:
 
 def _init_arguments(parser: Parser) -> None:
     parser.add_argument("folder", type=home_path, help="the folder to make; its name becomes that of the agent")
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
+    parser.add_argument(
         "--from", dest="logs", type=home_path, metavar="FILE", help="a file of logged rows to train on, and no agent"
-    )
-    source.add_argument(
-        "--environment",
-        metavar="NAME",
-        help="an installed environment of verifiers to train on, and no agent; with settings: '{id: NAME, ...}'",
     )
 
 
@@ -145,12 +139,6 @@ def _init(parsed: argparse.Namespace, given: Given) -> int:
         if parsed.logs is not None:
             write_logged_run = pkgutil.resolve_name("jaxft.components.logged_runs:write_logged_run")
             files = write_logged_run(parsed.logs, parsed.folder).name
-        elif parsed.environment is not None:
-            write_run = pkgutil.resolve_name("jaxft.environments.verifiers:write_run")
-            taskset = parse_yaml(parsed.environment, "--environment")
-            if not isinstance(taskset, str | dict):
-                raise ConfigError([f"--environment: is {parsed.environment!r}; wanted a name or '{{id: NAME, ...}}'"])
-            files = write_run(taskset if isinstance(taskset, dict) else {"id": taskset}, parsed.folder).name
         else:
             files = ", ".join(path.name for path in write_agent(parsed.folder))
         there = shlex.quote(str(parsed.folder))
@@ -251,8 +239,7 @@ VERBS = {
         description="""Writes a folder with an agent, its reward, data, configuration and test: a start for one's own.
 
 The agent has the name of the folder. Nothing that exists is overwritten. With --from the folder has a configuration
-that trains on logged conversations or preferences, in the form that the first row shows; with --environment one that
-trains on an environment of verifiers.""",
+that trains on logged conversations or preferences, in the form that the first row shows.""",
         add_arguments=_init_arguments,
         run=_init,
     ),

@@ -97,8 +97,6 @@ NOT_RUN = {
     "python experiments/import_style.py": "a minute of compiling; its parts are the core's, which tests/core has",
     "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
     'pip install "git+https': "a package of somebody else",
-    "jaxft init --environment": "the same; tests/environments/test_verifiers.py writes some",
-    "cd reversal && jaxft finetune": "the same",
     'pip install -e ".[cuda]"': "downloads gigabytes; .ci/more extras resolves it",
     'pip install -e ".[tpu]"': "the same",
     'pip install -e ".[constrained]"': "the tests have it",

@@ -8,15 +8,11 @@ call of a model. Its client is `policy_client`, which calls the policy in this p
 
 import contextlib
 import json
-import pkgutil
-import re
 import sys
 import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from importlib import metadata
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from typing import Any
 
 from jaxft import (
@@ -31,7 +27,6 @@ from jaxft import (
 )
 from jaxft.environments import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig, installed
 from jaxft.errors import one_line
-from jaxft.files import disk_errors
 from jaxft.plugins import plugin
 from jaxft.rollout import ENDPOINT, async_transport
 
@@ -129,109 +124,6 @@ async def reward(
         )
 
     yield score
-
-
-RUN = Path(__file__).with_name("verifiers_run.yml.template")
-
-
-def write_run(taskset: dict[str, Any], folder: Path) -> Path:
-    """Write `run.yml`, which trains on an environment that is installed, into a new folder, and return its path.
-
-    A tenth of the tasks, at most 100, is held out.
-
-    Args:
-        taskset: the taskset, as in a configuration: its id, and its own settings.
-        folder: the folder, which may exist but must hold no `run.yml`.
-
-    Raises:
-        ComponentError: verifiers or the environment is not installed, or cannot be set up.
-        ConfigError: the folder has a `run.yml`, or the environment needs a setting, a sandbox or a further model.
-        DatasetError: the environment has no tasks.
-    """
-    vf, name = installed("verifiers.v1"), _taskset_id(taskset)
-    if (target := folder / "run.yml").exists():
-        raise ConfigError([f"{folder}: has run.yml already, and nothing is overwritten: take another name"])
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError([f"{folder}: is a file: take another name"])
-    with _set_up(f"environment '{name}'"):
-        loaders = installed("verifiers.v1.utils.loaders")
-        _check_environment(loaders, taskset)
-        loaded = _load_taskset(taskset)
-        tasks = list(loaded.select(vf.SelectConfig(limit=None if loaded.bounded else 1000)))
-        if not tasks:
-            raise DatasetError(f"environment '{name}' has no tasks to train on")
-        add_harness(vf, None)
-        env = loaders.resolve_env_config(with_policy_seat(vf, loaders, {"taskset": taskset})[0])
-        sandboxes = {seat.runtime.type for _, seat in env if isinstance(seat, vf.AgentConfig)} - {"subprocess"}
-        is_contained = type(tasks[0]).NEEDS_CONTAINER or any(task.data.image for task in tasks)
-    if sandboxes or is_contained:
-        raise ConfigError(
-            [
-                f"environment '{name}' runs in a sandbox ({', '.join(sorted(sandboxes)) or 'a container'}), which init "
-                "does not set up: name its runtime in workflow.env (docs/environments.md#verifiers)"
-            ]
-        )
-    held_out = min(len(tasks) // 10, 100)
-    longest = max(len(f"{task.data.system_prompt or ''}{task.data.prompt_text}".encode()) for task in tasks)
-    trained = len(tasks) - held_out
-    train, others = (
-        f"{{_type: verifiers, taskset: {json.dumps(taskset, ensure_ascii=False)}, select: {{{select}}}}}"
-        for select in (f"limit: {trained}", f"skip: {trained}, limit: {held_out}")
-    )
-    text = RUN.read_text("utf-8").format(
-        dataset=train,
-        validation=f"{{interval: 20, dataset: {others}}}" if held_out else "null",
-        context=-(-(longest + 512) // 256) * 256,
-        examples=min(16, trained),
-        name=json.dumps(f"runs/{folder.absolute().name}", ensure_ascii=False),
-    )
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with target.open("x", encoding="utf-8") as stream:
-            stream.write(text)
-    return target
-
-
-def _check_environment(loaders: Any, taskset: dict[str, Any]) -> None:
-    """Raise unless an environment is installed, of verifiers' present form, and has all the settings that it needs."""
-    name = taskset["id"]
-    try:
-        module = loaders.import_taskset(name)
-    except ModuleNotFoundError as error:
-        if isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name == _module_name(name):
-            raise ComponentError(
-                f"environment '{name}' is not installed; installed: {', '.join(_environments())}"
-            ) from None
-        raise
-    try:
-        settings = loaders.taskset_config_type(name)
-    except (AttributeError, TypeError):
-        form = "load_environment, the form before verifiers 0.4" if "load_environment" in vars(module) else "none"
-        raise ComponentError(
-            f"'{name}' is no environment of verifiers 0.4: its __all__ names no Taskset (it has {form})"
-        ) from None
-    missing = [key for key, field in settings.model_fields.items() if field.is_required() and key not in taskset]
-    if missing:
-        example = ", ".join(f"{key}: VALUE" for key in missing)
-        raise ConfigError(
-            [f"environment '{name}' needs {', '.join(missing)}: init --environment '{{id: {name}, {example}}}'"]
-        )
-
-
-def _environments() -> list[str]:
-    """Return the names of all packages that need verifiers, and of verifiers' own tasksets."""
-    needing = {
-        package.name
-        for package in metadata.distributions()
-        if any(re.match(r"verifiers\b(?!.*\bextra\b)", each) for each in package.requires or ())
-    }
-    own = {module.name for module in pkgutil.iter_modules(installed("verifiers.v1.tasksets").__path__)}
-    return sorted(needing | own)
-
-
-def _module_name(name: str) -> str:
-    """Return the module of a taskset, whose id may be that of the hub, `owner/name@version`."""
-    return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
 def _load_taskset(taskset: dict[str, Any]) -> Any:

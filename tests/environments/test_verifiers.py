@@ -9,11 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxft.cli import main
 from jaxft.environments import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig
-from jaxft.environments.verifiers import dataset, reward, workflow, write_run
+from jaxft.environments.verifiers import dataset, reward, workflow
 from jaxft.errors import ComponentError, ConfigError, DatasetError
-from jaxft.harness.config import load_config
 from jaxft.harness.evaluation import Evaluation
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.recorder import TRAINING
@@ -138,55 +136,6 @@ def test_the_policy_answers_at_one_server(speaker):
 
 
 @pytest.mark.envs
-def test_init_holds_out_a_tenth_of_the_tasks(tmp_path):
-    words = [f"word{index}" for index in range(25)]
-    config = load_config(write_run({"id": "toy-words", "words": words}, tmp_path / "run"))
-    general, validation = config.eval.general.dataset, config.eval.validation.dataset
-    names = [[item.full_dataset_entry["task"]["word"] for item in load(**dict(each))] for each in (general, validation)]
-    assert names == [words[:23], words[23:]]
-    assert config.finetuning.output_dir.name == "run" and config.trainers["loop"].examples_per_update == 16
-
-
-@pytest.mark.envs
-def test_init_of_few_tasks_and_of_ones_that_never_end(tmp_path):
-    few = load_config(write_run({"id": "toy-words"}, tmp_path / "few"))
-    assert few.eval.validation is None and few.trainers["loop"].examples_per_update == 3
-    endless = load_config(write_run({"id": "toy-dialog"}, tmp_path / "endless"))
-    assert endless.eval.general.dataset.select == {"limit": 900}
-    assert endless.eval.validation.dataset.select == {"skip": 900, "limit": 100}
-
-
-@pytest.mark.envs
-@pytest.mark.parametrize(
-    ("given", "error", "told"),
-    [
-        ({"id": "toy-nothing"}, ComponentError, ["toy-nothing", "textarena"]),
-        ({"id": "toy-before"}, ComponentError, ["toy-before", "load_environment"]),
-        ({"id": "json"}, ComponentError, ["json", "Taskset"]),
-        ({"id": "toy-program"}, ConfigError, ["{id: toy-program, question: VALUE}"]),
-        ({"id": "toy-program", "question": "a", "image": "ubuntu"}, ConfigError, ["container"]),
-        ({"id": "toy-shell", "question": "a"}, ConfigError, ["prime"]),
-        ({"id": "toy-words", "words": []}, DatasetError, ["toy-words"]),
-        ({"id": "toy-words", "wrods": []}, ComponentError, ["wrods"]),
-        ({"id": "toy-words", "fails": "load"}, ComponentError, ["/no/such/list"]),
-        ({"id": 3}, ConfigError, ["id"]),
-    ],
-)
-def test_init_refuses_what_cannot_run_and_writes_nothing(given, error, told, tmp_path):
-    with pytest.raises(error) as raised:
-        write_run(given, tmp_path / "run")
-    assert all(text in str(raised.value) for text in told) and not (tmp_path / "run").exists()
-
-
-@pytest.mark.envs
-def test_init_overwrites_nothing(tmp_path):
-    (tmp_path / "run.yml").write_text("mine")
-    with pytest.raises(ConfigError, match=r"run\.yml"):
-        write_run({"id": "toy-words"}, tmp_path)
-    assert (tmp_path / "run.yml").read_text() == "mine"
-
-
-@pytest.mark.envs
 def test_a_task_that_cannot_be_set_up_fails_its_episode_with_the_cause(speaker):
     given = VerifiersDatasetConfig(taskset={"id": "toy-words", "fails": "setup", "words": ["cat"]})
     (outcome,) = play(speaker([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]), given)
@@ -219,11 +168,9 @@ def test_the_policy_needs_one_seat(speaker):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed")
-def test_without_the_package_the_extra_is_named(tmp_path, capsys):
+def test_without_the_package_the_extra_is_named():
     with pytest.raises(ComponentError, match=r"jaxft\[envs\]"):
         load(taskset={"id": "toy-words"})
-    assert main(["init", "--environment", "toy-words", str(tmp_path / "run")]) != 0
-    assert "jaxft[envs]" in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 @pytest.mark.envs

@@ -24,12 +24,11 @@ class ProgramTask(vf.Task[vf.TaskData]):
 
 class ProgramConfig(vf.TasksetConfig):
     question: str
-    image: str | None = None
 
 
 class ProgramTaskset(vf.Taskset[ProgramTask, ProgramConfig]):
     def load(self):
-        yield ProgramTask(vf.TaskData(prompt=self.config.question, image=self.config.image), self.config.task)
+        yield ProgramTask(vf.TaskData(prompt=self.config.question), self.config.task)
 
 
 class ProgramHarness(vf.Harness[vf.HarnessConfig]):
