@@ -17,7 +17,7 @@ from jaxft.harness.config import Config, config_secrets, load_config
 from jaxft.harness.config_merge import escape_fields, literal
 from jaxft.harness.data_models import EvaluationRunOutput, FinetuneConfig
 from jaxft.harness.evaluation_scores import paired_difference
-from jaxft.harness.opening import MASKED, bring_back, open_session
+from jaxft.harness.opening import MASKED, open_session
 from jaxft.harness.session import UNHEALTHY, resume_command
 from jaxft.harness.signals import current_shutdown
 from jaxft.redaction import hiding, redactor
@@ -48,7 +48,6 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     Raises:
         ConfigError: the folder holds no run, a script made it, or a secret that it does not store is missing.
     """
-    await bring_back(folder)
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise ConfigError(

@@ -27,7 +27,7 @@ from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.hosts.group import process_group
 from jaxft.redaction import hiding, redactor
 from jaxft.runs.console import Console, current_console
-from jaxft.runs.directory import RunDirectory, bring_back_earlier_run
+from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import secrets_of_environment
 from jaxft.runs.files import (
     CONFIG_FILE,
@@ -45,7 +45,6 @@ from jaxft.runs.files import (
 
 MASKED, DIFFERENCES = "masked", "differences"
 """Keys of `environment.json`: the paths of secrets in the configuration, and its differences to the defaults."""
-CAME_BACK = "the earlier run of {} is back: the one that was to overwrite it ended before its first checkpoint"
 
 
 @asynccontextmanager
@@ -64,8 +63,7 @@ async def open_session(
 
     Args:
         config: the whole configuration.
-        overwrite: replace an earlier run in the directory. It is set aside, and removed once this run has its first
-            checkpoint; if this run ends without one, the earlier run is restored.
+        overwrite: replace an earlier run in the directory, whose files are removed when this one begins to write.
         resume: continue the run in the directory, from its newest checkpoint that verifies.
         console: the console to use; by default that of the program, which prints to standard output.
         output_dir: a directory to use instead; the messages of such a run name no command to resume it.
@@ -88,7 +86,7 @@ async def open_session(
         shared, directory = path.absolute(), _own_directory()
     if resume:
         await _copy_run(directory, shared)
-    with _told_when_back(directory, path, shown_on, shutdown), hiding(secrets), without_secrets(), directory:
+    with hiding(secrets), without_secrets(), directory:
         shown_on.mask = redactor()
         checkpointing = Checkpointing(directory, config.finetuning.checkpoints, shown_on.message, shared)
         with _told_at_the_end(checkpointing, directory, shown_on, shutdown):
@@ -144,21 +142,6 @@ async def _prepare(
     if shutdown is not None:
         shutdown.resume_command = command
     return about
-
-
-@contextmanager
-def _told_when_back(directory: RunDirectory, path: Path, console: Console, shutdown: Shutdown | None) -> Iterator[None]:
-    """Say when the earlier run of the directory has come back, before or after the run that was to overwrite it."""
-    if directory.came_back:
-        console.message(CAME_BACK.format(path))
-        directory.came_back = False
-    try:
-        yield
-    finally:
-        if directory.came_back:
-            console.message(CAME_BACK.format(path))
-            if shutdown is not None:
-                shutdown.resume_command = None
 
 
 @contextmanager
@@ -231,14 +214,6 @@ def _config_of_process(config: Config) -> Config:
     finetuning = config.finetuning.model_copy(update={"loggers": ()})
     llms = {name: llm.with_higher_port(group.process_id) for name, llm in config.llms.items()}
     return config.model_copy(update={"finetuning": finetuning, "llms": llms})
-
-
-async def bring_back(folder: Path) -> None:
-    """Bring back the earlier run of a folder, if one was set aside there, before any process reads it."""
-    group = process_group()
-    if group.is_first and bring_back_earlier_run(folder):
-        current_console().message(CAME_BACK.format(folder))
-    await group.gather("earlier run", None)
 
 
 async def _copy_run(directory: RunDirectory, shared: Path | None) -> None:

@@ -353,7 +353,6 @@ class Session:
         }
         result = {**values, **{name: value for name, value in own.items() if name not in values}}
         path, self.result = self.directory.write_json(RESULT_FILE, result), result
-        self.directory.commit()
         self.console.table({name: value for name, value in result.items() if name != "versions"})
         self.console.message(f"written to {path}")
 

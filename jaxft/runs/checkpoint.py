@@ -259,7 +259,6 @@ class Checkpoints:
                 self._together(lambda: self._complete(folder, about) if self._group.is_first else None)
                 self.saved_step = step
                 if self._group.is_first:
-                    self._directory.commit()
                     self._drop_old(step)
         except BaseException as error:  # raised by `wait`
             self._error = error

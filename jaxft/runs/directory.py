@@ -15,35 +15,15 @@ from filelock import FileLock, Timeout
 from jaxft.errors import RunDirectoryError
 from jaxft.files import disk_errors, json_bytes, replace_file, sync_folder, with_non_finite_named
 from jaxft.runs.files import (
-    ASIDE,
     HOLDER_FILE,
     LOCK_FILE,
-    MOVING,
     NO_LOGS,
-    REMOVED,
     RUN_FILES,
     holds_run,
     is_locked,
-    is_run,
-    is_saved,
     run_files,
     ways_on,
 )
-
-
-def bring_back_earlier_run(path: Path) -> bool:
-    """Restore an earlier run that was set aside by a process killed before its own first checkpoint.
-
-    Returns:
-        True if there was one; everything else in the directory stays unchanged.
-
-    Raises:
-        RunDirectoryError: another process has locked the directory.
-    """
-    if not any((path / name).is_dir() for name in (ASIDE, MOVING, REMOVED)):
-        return False
-    with RunDirectory.open(path) as directory:
-        return directory.came_back
 
 
 def holder_of_lock(path: Path) -> str | None:
@@ -58,25 +38,21 @@ class RunDirectory:
 
     Attributes:
         path: the directory, absolute, symbolic links resolved.
-        came_back: True if an earlier run that was set aside has been restored.
     """
 
     def __init__(self, path: Path, lock: FileLock) -> None:
         self.path = path
-        self.came_back = False
         self._lock = lock
         # That of another process, as a worker writes to, is not locked here, and may not be there.
         self._locked_file = os.stat(path / LOCK_FILE) if lock.is_locked else None
         self._writing = Lock()
-        self._earlier: list[str] = []  # files of an earlier run, which the first write sets aside
+        self._earlier: list[str] = []  # files of an earlier run, which the first write removes
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], *, overwrite: bool = False) -> "RunDirectory":
         """Lock a directory for a new run; create it and its parents if missing.
 
-        The files of an earlier run (`RUN_FILES`) stay until the first write, which sets them aside. `commit` removes
-        them once the new run has a checkpoint. If the directory is closed before that, they are restored; after a kill,
-        the next `create` or `open` restores them.
+        The files of an earlier run (`RUN_FILES`) stay until the first write, which removes them.
 
         Args:
             path: the directory. Other files in it stay unchanged.
@@ -106,9 +82,8 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def _closed_if_refused(self) -> Iterator[None]:
-        """Finish an interrupted overwrite, make the checks of the body, and write who holds the directory."""
+        """Make the checks of the body, and write who holds the directory."""
         try:
-            self._recover()
             yield
             with _refused_unless_writable(self.path):
                 self.write_json(HOLDER_FILE, {"pid": os.getpid(), "host": socket.gethostname()})
@@ -146,52 +121,12 @@ class RunDirectory:
         return present
 
     def _make_room(self) -> None:
-        """Set the earlier run aside before the first write, or remove the remains of a failed start."""
+        """Remove the earlier run, or the remains of a failed start, before the first write."""
         with self._writing:
             earlier, self._earlier = self._earlier, []
-            if not earlier or not self._lock.is_locked:
-                return
-            moving = self.path / MOVING
-            try:
-                if not is_run(self.path):
+            if self._lock.is_locked:
+                with _refused_unless_writable(self.path):
                     self._remove(earlier)
-                    return
-                moving.mkdir()
-                for name in earlier:
-                    (self.path / name).rename(moving / name)
-                moving.rename(self.path / ASIDE)
-                sync_folder(self.path)
-            except OSError as error:
-                self._recover()
-                raise RunDirectoryError(
-                    f"run directory '{self.path}' cannot be cleared ({error}): choose another directory"
-                ) from error
-
-    def _recover(self) -> None:
-        """Finish an interrupted overwrite: remove the earlier run if the new one is saved, else restore it."""
-        aside, moving, removed = (self.path / name for name in (ASIDE, MOVING, REMOVED))
-        if aside.is_dir() and is_saved(self.path):
-            aside.rename(removed)
-        elif aside.is_dir():
-            self._remove(run_files(self.path))
-            self._remove(entry.name for entry in list(self.path.glob(".*.tmp")) if entry.name[1:-4] in RUN_FILES)
-            aside.rename(moving)
-        if moving.is_dir():
-            for entry in moving.iterdir():
-                entry.rename(self.path / entry.name)
-            moving.rmdir()
-            sync_folder(self.path)
-            self.came_back = True
-        shutil.rmtree(removed, ignore_errors=True)
-
-    def commit(self) -> None:
-        """Remove an earlier run that was set aside, once this one has a checkpoint, a result or a model.
-
-        For a run without checkpoints, a row of metrics is enough.
-        """
-        with self._writing:
-            if (self.path / ASIDE).is_dir() and self._lock.is_locked and is_saved(self.path):
-                self._recover()
 
     def file(self, name: str) -> Path:
         """Return the absolute path of a file of this run; missing parent folders are created.
@@ -377,16 +312,9 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Release the lock; a second call does nothing, and a later write raises an error.
-
-        An earlier run that is still set aside is restored, unless this one is saved.
-        """
+        """Release the lock; a second call does nothing, and a later write raises an error."""
         with self._writing:
-            if self._lock.is_locked:
-                try:
-                    self._recover()
-                finally:
-                    self._lock.release()
+            self._lock.release()
 
     def __enter__(self) -> "RunDirectory":
         return self

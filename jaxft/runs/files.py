@@ -60,12 +60,6 @@ RUN_FILES = (
 LOCK_FILE = "LOCK"
 HOLDER_FILE = "LOCK.holder"  # pid and host of the last holder; also marks a directory that a run made
 
-# Folders with the files of an earlier run, until the run that overwrites it has a checkpoint. Each change from one name
-# to the next is one rename, so that a process may be killed at any moment:
-ASIDE = ".earlier_run"  # the earlier run; the directory itself holds the new one
-MOVING = ".earlier_run.moving"  # a part of the earlier run; the directory itself holds the rest
-REMOVED = ".earlier_run.removed"  # about to be deleted
-
 
 def holds_run(path: Path) -> bool:
     """Return True if a folder holds files because of which a new run is refused."""
@@ -118,20 +112,11 @@ def is_run(path: Path) -> bool:
 
     A failed start leaves none of these, so it may be repeated without `overwrite`.
     """
-    return _has_rows(path) or is_saved(path)
-
-
-def _has_rows(path: Path) -> bool:
     metrics = path / METRICS_FILE
-    return metrics.is_file() and metrics.stat().st_size > 0
-
-
-def is_saved(path: Path) -> bool:
-    """Return True if a run may replace an earlier one: it has a checkpoint, result or model, or metrics without any."""
     return (
-        any(os.path.lexists(path / name) for name in ("result.json", "model"))
+        (metrics.is_file() and metrics.stat().st_size > 0)
+        or any(os.path.lexists(path / name) for name in (RESULT_FILE, "model"))
         or any(path.glob(f"checkpoints/*/{MANIFEST}"))
-        or (_has_rows(path) and not (path / "checkpoints").exists())
     )
 
 

@@ -36,7 +36,6 @@ def log_metrics(
     if doubled:
         raise ValueError(f"epoch {epoch} has more than one metric called {', '.join(doubled)}: rename all but one")
     directory.append_jsonl(METRICS_FILE, {"epoch": epoch, **metrics})
-    directory.commit()
     directory.append_jsonl(TIMINGS_FILE, {"epoch": epoch, **timings})
 
 
