@@ -12,8 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-BLOCK_ROWS = 8, 32
-"""Fewest and most rows of a block on CPUs."""
+BLOCK_ROWS = {"cpu": (8, 32), "gpu": (16, 128)}
+"""Fewest and most rows of a block, by platform; tensor cores multiply 16 at a time."""
+
+TPU_BLOCK_ROWS = 128
+"""Most rows of a tile on TPUs."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -34,7 +37,7 @@ def grouped_dot(
     >>> jax.jit(grouped_dot)(jnp.array([[1.0]] * 3), jnp.array([[[2.0]], [[5.0]]]), jnp.array([1, 2])).tolist()
     [[2.0], [5.0], [5.0]]
     """
-    return _multiply(rows, weights, sizes, is_transposed=False)
+    return _multiply(rows, weights, sizes, platform, is_transposed=False)
 
 
 def _forward(rows: Array, weights: Array, sizes: Array, platform: str) -> tuple[Array, Any]:
@@ -43,11 +46,56 @@ def _forward(rows: Array, weights: Array, sizes: Array, platform: str) -> tuple[
 
 def _backward(platform: str, saved: Any, cotangent: Array) -> tuple[Array, Array, None]:
     rows, weights, sizes = saved
-    of_rows = _multiply(cotangent, weights, sizes, is_transposed=True)
-    return of_rows, _sum_outer(rows, cotangent, sizes).astype(weights.dtype), None
+    of_rows = _multiply(cotangent, weights, sizes, platform, is_transposed=True)
+    return of_rows, _sum_outer(rows, cotangent, sizes, platform, weights.dtype), None
 
 
 grouped_dot.defvjp(_forward, _backward)
+
+
+def _multiply(rows: Array, weights: Array, sizes: Array, platform: str, *, is_transposed: bool) -> Array:
+    """Return the product of each row with the weights of its expert, or with their transpose; 0 beyond the sizes."""
+    if platform == "gpu":
+        from jaxft.models.grouped_kernels import multiply_gpu  # here, as importing Pallas takes half a second
+
+        block = _block(sizes, rows, platform)
+        made = multiply_gpu(rows, weights, row_blocks(sizes, len(rows), block), block, is_transposed=is_transposed)
+    elif platform == "tpu":
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # as above
+
+        padded, tiles = _tpu_tiles(rows, (rows.shape[1], weights.shape[1 if is_transposed else 2]), 2**22)
+        made = gmm(padded, weights, sizes, rows.dtype, tiles, transpose_rhs=is_transposed)[: len(rows)]
+    else:
+        made = multiply_cpu(rows, weights, sizes, is_transposed=is_transposed)
+    return jnp.where(jnp.arange(len(rows))[:, None] < sizes.sum(), made, 0)
+
+
+def _sum_outer(rows: Array, others: Array, sizes: Array, platform: str, dtype: Any) -> Float[Array, "E d f"]:
+    """Return the sum of the outer products of the rows of each expert, summed in float32."""
+    if platform == "gpu":
+        from jaxft.models.grouped_kernels import sum_outer_gpu  # as above
+
+        return sum_outer_gpu(rows, others, sizes, dtype)
+    if platform == "tpu":
+        from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # as above
+
+        padded, tiles = _tpu_tiles(rows, (rows.shape[1], others.shape[1]), 2**20)
+        other = jnp.pad(others, ((0, len(padded) - len(rows)), (0, 0)))
+        made: Array = tgmm(padded.swapaxes(0, 1), other, sizes, dtype, tiles)
+        return made
+    return sum_outer_cpu(rows, others, sizes, dtype)
+
+
+def _tpu_tiles(rows: Array, sides: tuple[int, int], most: int) -> tuple[Array, tuple[int, int, int]]:
+    """Return rows padded to whole tiles, and the sides of a tile: of rows, and of a matrix with so many bytes at most.
+
+    An expert's first and last tile may have rows of others, so tiles have few rows; but their matrix is as large as the
+    memory inside a TPU allows, and few are read more than once.
+    """
+    block = min(TPU_BLOCK_ROWS, -(-len(rows) // 16) * 16)
+    high = min(sides[0], 2048 if most > 2**20 else 512)
+    wide = min(sides[1], most // rows.dtype.itemsize // high // 128 * 128)
+    return jnp.pad(rows, ((0, -len(rows) % block), (0, 0))), (block, high, wide)
 
 
 class RowBlocks(NamedTuple):
@@ -74,24 +122,21 @@ def row_blocks(sizes: Int[Array, " E"], rows: int, block: int) -> RowBlocks:
     return RowBlocks(found, starts, jnp.minimum(starts + block, row_ends[found]), block_ends[-1])
 
 
-def _blocks_on_cpu(sizes: Array, rows: int) -> tuple[int, RowBlocks]:
-    least, most = BLOCK_ROWS
-    block = min(max(rows // sizes.shape[0], least), most)
-    return block, row_blocks(sizes, rows, block)
-
-
-def _padded(rows: Array, block: int) -> Array:
-    return jnp.pad(rows, ((0, block), (0, 0)))
-
-
 def _contract(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _multiply(rows: Array, weights: Array, sizes: Array, *, is_transposed: bool) -> Array:
+def _block(sizes: Array, rows: Array, platform: str) -> int:
+    """Return the rows of a block: about the mean of an expert, to the next power of two."""
+    least, most = BLOCK_ROWS[platform]
+    return min(max(1 << (len(rows) // len(sizes)).bit_length(), least), most)
+
+
+def multiply_cpu(rows: Array, weights: Array, sizes: Array, *, is_transposed: bool) -> Array:
     """Return the product of each row with the weights of its expert, or with their transpose."""
-    count, (block, blocks) = len(rows), _blocks_on_cpu(sizes, len(rows))
-    padded, axis = _padded(rows, block), 1 if is_transposed else 0
+    block = _block(sizes, rows, "cpu")
+    blocks, padded = row_blocks(sizes, len(rows), block), jnp.pad(rows, ((0, block), (0, 0)))
+    axis, width = (1, weights.shape[1]) if is_transposed else (0, weights.shape[2])
 
     def step(i: Array, made: Array) -> Array:
         start = blocks.starts[i]
@@ -99,14 +144,14 @@ def _multiply(rows: Array, weights: Array, sizes: Array, *, is_transposed: bool)
         # Of the next expert's rows the product is wrong, until that expert's block writes over it.
         return jax.lax.dynamic_update_slice_in_dim(made, _contract(part, own, (1, axis)).astype(made.dtype), start, 0)
 
-    made = jax.lax.fori_loop(0, blocks.num_blocks, step, jnp.zeros((len(padded), weights.shape[2 - axis]), rows.dtype))
-    return jnp.where(jnp.arange(count)[:, None] < sizes.sum(), made[:count], 0)
+    return jax.lax.fori_loop(0, blocks.num_blocks, step, jnp.zeros((len(padded), width), rows.dtype))[: len(rows)]
 
 
-def _sum_outer(rows: Array, others: Array, sizes: Array) -> Float[Array, "E d f"]:
-    """Return the sum of the outer products of the rows of each expert, in float32."""
-    block, blocks = _blocks_on_cpu(sizes, len(rows))
-    rows, others = _padded(rows, block), _padded(others, block)
+def sum_outer_cpu(rows: Array, others: Array, sizes: Array, dtype: Any) -> Float[Array, "E d f"]:
+    """Return the sum of the outer products of the rows of each expert, summed in float32."""
+    block = _block(sizes, rows, "cpu")
+    blocks = row_blocks(sizes, len(rows), block)
+    rows, others = (jnp.pad(x, ((0, block), (0, 0))) for x in (rows, others))
 
     def step(i: Array, sums: Array) -> Array:
         start = blocks.starts[i]
@@ -114,6 +159,5 @@ def _sum_outer(rows: Array, others: Array, sizes: Array) -> Float[Array, "E d f"
         part = jnp.where(start + jnp.arange(block)[:, None] < blocks.ends[i], part, 0)
         return sums.at[blocks.experts[i]].add(_contract(part, other, (0, 0)))
 
-    return jax.lax.fori_loop(
-        0, blocks.num_blocks, step, jnp.zeros((len(sizes), rows.shape[1], others.shape[1]), jnp.float32)
-    )
+    zeros = jnp.zeros((len(sizes), rows.shape[1], others.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, blocks.num_blocks, step, zeros).astype(dtype)

@@ -1,34 +1,49 @@
-"""Products by expert against a product of each row, in numpy."""
+"""Products by expert against a product of each row, in numpy; kernels are interpreted."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
-from jaxft.models.grouped import grouped_dot
+from jaxft.models import grouped
+from jaxft.models.grouped_kernels import multiply_gpu, sum_outer_gpu
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (jnp.bfloat16, 2e-2)])
-def test_values_and_gradients_are_those_of_each_row(dtype, tolerance):
+def by_formula(rows, weights, cotangent, sizes):
+    """Values, gradients of the rows and of the weights."""
+    rows, weights, cotangent = (each.astype(np.float32) for each in (rows, weights, cotangent))
+    made = np.zeros(cotangent.shape), np.zeros(rows.shape), np.zeros(weights.shape)
+    for i, expert in enumerate(np.repeat(np.arange(len(sizes)), sizes)):
+        made[0][i] = rows[i] @ weights[expert]
+        made[1][i] = weights[expert] @ cotangent[i]
+        made[2][expert] += np.outer(rows[i], cotangent[i])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype"),
+    [("cpu", np.float32), ("gpu", np.float32), ("gpu", jnp.bfloat16), ("tpu", jnp.bfloat16)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("cpu", jnp.bfloat16), ("tpu", np.float32))],
+)
+def test_values_and_gradients_are_those_of_each_row(platform, dtype, monkeypatch):
     """Experts with no row, with one, and with several blocks; rows beyond the sizes have neither value nor gradient."""
-    sizes = np.array([0, 1, 70, 0, 33, 0])
+    monkeypatch.setattr("jaxft.models.grouped_kernels.multiply_gpu", partial(multiply_gpu, interpret=True))
+    monkeypatch.setattr("jaxft.models.grouped_kernels.sum_outer_gpu", partial(sum_outer_gpu, interpret=True))
+    sizes = np.array([0, 1, 160, 0, 33, 0])
     draw = np.random.default_rng(0)
-    rows, weights, cotangent = (draw.normal(size=shape).astype(dtype) for shape in ((110, 8), (6, 8, 5), (110, 5)))
+    rows, weights, cotangent = (draw.normal(size=shape).astype(dtype) for shape in ((210, 24), (6, 24, 40), (210, 40)))
 
     def gradients(rows, weights, cotangent, sizes):
-        made, pull = jax.vjp(partial(grouped_dot, sizes=sizes), rows, weights)
+        made, pull = jax.vjp(lambda *given: grouped.grouped_dot(*given, sizes, platform), rows, weights)
         return made, *pull(cotangent)
 
-    found = jax.jit(gradients)(rows, weights, cotangent, sizes)
-    rows, weights, cotangent = (each.astype(np.float32) for each in (rows, weights, cotangent))
-    experts = np.repeat(np.arange(6), sizes)
-    wanted = np.zeros((110, 5)), np.zeros((110, 8)), np.zeros((6, 8, 5))
-    for i, expert in enumerate(experts):
-        wanted[0][i] = rows[i] @ weights[expert]
-        wanted[1][i] = weights[expert] @ cotangent[i]
-        wanted[2][expert] += np.outer(rows[i], cotangent[i])
-    for got, exact in zip(found, wanted, strict=True):
+    with pltpu.force_tpu_interpret_mode() if platform == "tpu" else nullcontext():
+        found = jax.jit(gradients)(rows, weights, cotangent, sizes)
+    tolerance = 1e-5 if dtype == np.float32 else 1e-2
+    for got, exact in zip(found, by_formula(rows, weights, cotangent, sizes), strict=True):
         assert got.dtype == dtype
         np.testing.assert_allclose(got.astype(np.float32), exact, rtol=tolerance, atol=tolerance * np.abs(exact).max())
