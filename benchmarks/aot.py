@@ -33,7 +33,7 @@ from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
 from jaxft.models.ceilings import model_flops
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import Remat, auto_remats
+from jaxft.models.layer_stack import Remat, auto_remats
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.flops import kernel_flops

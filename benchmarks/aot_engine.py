@@ -28,7 +28,7 @@ from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.cache import PAGE_TOKENS
 from jaxft.core.sharding import AXES, device_bytes
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import auto_remats
+from jaxft.models.layer_stack import auto_remats
 from jaxft.planning.compiler import CompilerError
 from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
 from jaxft.planning.targets import Target, find_target

@@ -37,8 +37,9 @@ from jaxft.core.sharding import make_mesh
 from jaxft.core.update import loss_and_gradients
 from jaxft.models.ceilings import attention_flops, tokens_seen
 from jaxft.models.config import DecoderConfig, model_preset
-from jaxft.models.decoder import REMATS, decoder, parameter_shapes
+from jaxft.models.decoder import decoder, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
+from jaxft.models.layer_stack import REMATS
 from jaxft.planning import compiler
 from jaxft.planning.compiler import CompilerError
 from jaxft.planning.hlo import Launch, Program, read

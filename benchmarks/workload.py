@@ -15,7 +15,7 @@ import numpy as np
 import jaxft
 from jaxft.core.partition import combine, partition
 from jaxft.core.types import Params
-from jaxft.models.decoder import Remat
+from jaxft.models.layer_stack import Remat
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.requests import Request
 from shapes import Shapes

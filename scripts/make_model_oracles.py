@@ -99,6 +99,10 @@ LLAMA4_YARN = {
 SHORT, LONG = [1.0, 1.05, 1.1, 1.3, 1.7, 2.5], [1.0, 1.3, 2.1, 4.0, 9.0, 16.0]
 
 
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+"""Implementations of transformers that take every size; its grouped products want widths of four numbers."""
+
+
 class Case(NamedTuple):
     """A checkpoint.
 
@@ -186,6 +190,28 @@ CASES: dict[str, Case] = {
             "tie_word_embeddings": True,
         },
         changes=({"layer_types": None, "max_window_layers": 2}, {"sliding_window": WINDOW - 1}),
+    ),
+    "qwen3_moe": Case(
+        {
+            "model_type": "qwen3_moe",
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": WINDOW,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": False,
+        },
+        changes=(
+            {"norm_topk_prob": False},
+            {"num_experts_per_tok": 2},
+            {"sliding_window": WINDOW + 1},
+        ),
     ),
     "gemma2": Case(
         {
@@ -568,13 +594,13 @@ def class_for(config: PreTrainedConfig) -> Any:
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model of a config, in float32 and with eager attention."""
-    return class_for(config).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    return class_for(config).from_config(config, dtype=torch.float32, **EAGER).eval()
 
 
 def load(folder: Path) -> PreTrainedModel:
     """Load a checkpoint in float32 and with eager attention; raise unless its tensors are those of the model."""
     model, told = class_for(AutoConfig.from_pretrained(folder, local_files_only=True)).from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True
+        folder, dtype=torch.float32, **EAGER, output_loading_info=True, local_files_only=True
     )
     wrong = {kind: sorted(names) for kind, names in told.items() if names}
     if wrong:
@@ -607,6 +633,10 @@ def randomise(model: PreTrainedModel, seed: int, dtype: torch.dtype = torch.floa
             values = 1.2 * noise / parameter.shape[-1] ** 0.5
         elif re.search(r"\.(q|k|qkv)_proj\.", name):
             values = noise / parameter.shape[-1] ** 0.5
+        elif parameter.ndim == 3:  # experts; their router, below, decides by much
+            values = 1.5 * noise / config.hidden_size**0.5
+        elif re.search(r"\.(gate|router)\.weight", name):
+            values = 2 * noise / parameter.shape[-1] ** 0.5
         else:
             values = 0.9 * noise / parameter[0].numel() ** 0.5
         parameter.copy_(values.to(dtype))

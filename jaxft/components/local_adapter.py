@@ -40,7 +40,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.hosts.group import process_group
-from jaxft.models.decoder import REMATS
+from jaxft.models.layer_stack import REMATS
 from jaxft.models.peft import base_fingerprint
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.device import warm_up_rounds

@@ -16,10 +16,12 @@ from .ceilings import (
     tokens_seen as tokens_seen,
 )
 from .decoder import (
+    parameter_shapes as parameter_shapes,
+)
+from .layer_stack import (
     auto_remats as auto_remats,
     Remat as Remat,
     layer_runs as layer_runs,
-    parameter_shapes as parameter_shapes,
 )
 from .flash import (
     Choice as Choice,

@@ -19,6 +19,7 @@ from jaxft.core.packing import Branches
 from jaxft.core.sharding import Sharding, by_heads, by_rows, compute_devices, compute_platform
 from jaxft.models.attention import HeadRows, Scores, attend, attend_in_chunks, query_chunk, visible_keys
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
+from jaxft.models.experts import Mixture, Routing
 from jaxft.models.flash import (
     AMPERE,
     MOST_SEGMENTS,
@@ -301,11 +302,18 @@ class Block(nnx.Module):
     """
 
     def __init__(
-        self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool = False, lora: LoraSpec | None = None
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        is_joined: bool = False,
+        lora: LoraSpec | None = None,
+        *,
+        has_experts: bool = False,
     ) -> None:
         before, after = config.norm_places != "after", config.norm_places != "before"
         self.self_attn = Attention(config, rngs, is_joined, lora)
-        self.mlp = FeedForward(config, rngs, is_joined, lora)
+        dense = (config, rngs, is_joined, lora)
+        self.mlp = Mixture(*dense) if has_experts else FeedForward(*dense, config.intermediate_size)
         self.input_layernorm = make_norm(config, config.hidden_size) if before else None
         self.attention_output_norm = make_norm(config, config.hidden_size) if after else None
         self.post_attention_layernorm = make_norm(config, config.hidden_size) if before else None
@@ -313,8 +321,15 @@ class Block(nnx.Module):
         self.residual_scale = config.residual_scale
 
     def __call__(
-        self, x: Float[Array, "B T D"], kind: LayerKind, context: Context, pages: LayerPages | None
-    ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
+        self,
+        x: Float[Array, "B T D"],
+        kind: LayerKind,
+        context: Context,
+        pages: LayerPages | None,
+        chosen: Int[Array, "B T k"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], LayerPages | None, Routing | None]:
+        """Return the residual stream, the pages, and the routing of a mixture, which takes the `chosen` experts."""
+
         def normed(norm: RMSNorm | None, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
             return x if norm is None else by_rows(context.sharding, norm(x, in_halves=context.in_halves))
 
@@ -325,5 +340,9 @@ class Block(nnx.Module):
 
         attended, pages = self.self_attn(normed(self.input_layernorm, x), kind, context, pages)
         x = add(x, normed(self.attention_output_norm, attended))
-        changed = self.mlp(normed(self.post_attention_layernorm, x), context.sharding)
-        return add(x, normed(self.mlp_output_norm, changed)), pages
+        inputs, routing = normed(self.post_attention_layernorm, x), None
+        if isinstance(self.mlp, Mixture):
+            changed, routing = self.mlp(inputs, context.sharding, chosen)
+        else:
+            changed = self.mlp(inputs, context.sharding)
+        return add(x, normed(self.mlp_output_norm, changed)), pages, routing

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Literal, NamedTuple
 
 from jaxft.models.rope import LongRopeScaling, Rope
@@ -10,6 +11,8 @@ from jaxft.models.rope import LongRopeScaling, Rope
 NormPlaces = Literal["before", "after", "both"]
 QKNorm = Literal["heads", "projections"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
+Router = Literal["softmax", "topk_softmax", "sigmoid"]
+"""How logits become scores: softmax of all experts, of those chosen by their logits, or the sigmoid of each."""
 
 
 class LayerKind(NamedTuple):
@@ -18,10 +21,20 @@ class LayerKind(NamedTuple):
     Attributes:
         window: a token sees itself and the `window - 1` tokens before it; None sees all.
         rope: rotary positions; None for a layer without positions (arXiv 2305.19466).
+        has_experts: the feed-forward layer is a mixture of experts.
     """
 
     window: int | None = None
     rope: Rope | None = Rope()
+    has_experts: bool = False
+
+    def holds(self, path: Sequence[str]) -> bool:
+        """True if such a layer has the array at a path: a mixture has its own in the place of the feed-forward layer's.
+
+        >>> LayerKind().holds(("mlp", "up_proj", "kernel")), LayerKind().holds(("mlp", "experts", "up_proj", "kernel"))
+        (True, False)
+        """
+        return path[0] != "mlp" or self.has_experts != (path[1] in ("gate_proj", "up_proj", "down_proj"))
 
 
 @dataclass(frozen=True)
@@ -48,6 +61,18 @@ class DecoderConfig:
         norm_offset: norms multiply by `1 + scale` instead of `scale`.
         qk_norm: RMSNorm of queries and keys: of each head, of all heads together (`projections`), or None.
         activation: function of the gate.
+        num_experts: experts `E` of a mixture (arXiv 1701.06538); 0 for a model without.
+        num_experts_per_tok: experts `k` that compute a token.
+        moe_intermediate_size: width of an expert.
+        router: how the scores of experts follow from the router's logits.
+        norm_topk_prob: the weights of a token's experts are divided by their sum.
+        routed_scaling_factor: factor of the weights.
+        router_bias: the router adds a bias to its logits.
+        selection_bias: experts are chosen by score plus a bias, which their weights do not have (arXiv 2408.15664).
+        expert_bias: the projections of experts add a bias.
+        num_shared_experts: experts of every token, computed as one feed-forward layer of their width in sum.
+        shared_expert_intermediate_size: width of a shared expert; None for that of the others.
+        shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a projection.
         attention_scale: factor of the products of queries and keys; None for `h**-0.5`.
         attention_soft_cap: scores `x` become `cap tanh(x / cap)`; None leaves them.
         embedding_scale: factor of the embedding, which the tied output projection does not have.
@@ -77,6 +102,18 @@ class DecoderConfig:
     norm_offset: bool = False
     qk_norm: QKNorm | None = None
     activation: Activation = "silu"
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    router: Router = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    router_bias: bool = False
+    selection_bias: bool = False
+    expert_bias: bool = False
+    num_shared_experts: int = 0
+    shared_expert_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     embedding_scale: float = 1.0
@@ -90,6 +127,9 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         object.__setattr__(self, "pattern", shortest_pattern(self.pattern, self.num_layers))
+        chosen, has_experts = self.num_experts_per_tok, any(kind.has_experts for kind in self.pattern)
+        if has_experts and not 1 <= chosen <= self.num_experts:
+            raise ValueError(f"num_experts_per_tok is {chosen}; wanted 1 to {self.num_experts}, the num_experts")
         for rope in {kind.rope for kind in self.pattern} - {None}:
             assert rope is not None
             if int(self.head_dim * rope.share) % 2:
@@ -137,6 +177,12 @@ class DecoderConfig:
         True
         """
         return replace(self, source_json="")
+
+
+@cache
+def layers_with(kinds: tuple[LayerKind, ...], path: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the layers that have the array at a path within a layer, which are those of its stack, in order."""
+    return tuple(layer for layer, kind in enumerate(kinds) if kind.holds(path))
 
 
 def shortest_pattern(kinds: Sequence[LayerKind], num_layers: int) -> tuple[LayerKind, ...]:
@@ -187,15 +233,19 @@ class LoraSpec:
     def is_target(self, path: str) -> bool:
         """True if the projection at this path has an adapter.
 
-        >>> [path for path in PROJECTIONS if LoraSpec(8, 16, ("q_proj", "mlp/*")).is_target(path)]
-        ['self_attn/q_proj', 'mlp/gate_proj', 'mlp/up_proj', 'mlp/down_proj']
+        >>> [path for path in PROJECTIONS if LoraSpec(8, 16, ("q_proj", "mlp/up_proj", "experts/*")).is_target(path)]
+        ['self_attn/q_proj', 'mlp/up_proj', 'mlp/experts/gate_proj', 'mlp/experts/up_proj', 'mlp/experts/down_proj']
         """
         return any(matches(target, path) for target in self.targets)
 
 
+EXPERTS, SHARED_EXPERT = "mlp/experts", "mlp/shared_expert"
+FEED_FORWARDS = ("mlp", EXPERTS, SHARED_EXPERT)
+"""Paths, within a layer, of a feed-forward layer, of the stacked experts of a mixture, and of its shared expert."""
+
 PROJECTIONS = (
     *(f"self_attn/{name}_proj" for name in ("q", "k", "v", "o")),
-    *(f"mlp/{name}_proj" for name in ("gate", "up", "down")),
+    *(f"{place}/{name}_proj" for place in FEED_FORWARDS for name in ("gate", "up", "down")),
 )
 """Paths, within a layer, of the projections that may have an adapter."""
 

@@ -1,18 +1,17 @@
 """One decoder for all families: flax nnx modules inside (`jaxft.models.block`), pure functions on plain dicts outside.
 
-Training stacks the parameters of the layers on a leading axis; it goes through them one by one on GPUs, and elsewhere
-scans over them, several at a time where layers of several kinds repeat. Decoding takes them layer by layer, joined
-(`jaxft.models.layers`), each with its own pages of keys and values (`jaxft.models.paged`).
+Training stacks the parameters of the layers on a leading axis (`jaxft.models.layer_stack`). Decoding takes them layer
+by layer, joined (`jaxft.models.layers`), each with its own pages of keys and values (`jaxft.models.paged`).
 Letters: `B` rows, `T` tokens, `C` columns of a page table, `N` tokens of all rows, `D` hidden, `V` vocabulary.
 """
 
 from collections.abc import Callable
 from functools import cache, partial
-from operator import itemgetter
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
@@ -22,10 +21,11 @@ from jaxft.core.packing import Branches
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Sharding, by_rows, compute_platform, constrain, gather_params
 from jaxft.core.types import Model, Params
-from jaxft.models.block import PROJECTED, Block, make_context
-from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec
-from jaxft.models.flash import saves_kernels
-from jaxft.models.layers import WIDENED, decoding_layer, look_up, make_norm, project_to_vocabulary
+from jaxft.models.block import Block, make_context
+from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec, layers_with
+from jaxft.models.experts import Routing
+from jaxft.models.layer_stack import CHOSEN, Remat, apply_layers, cut_layer, stacked
+from jaxft.models.layers import decoding_layer, look_up, make_norm, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, init_pages, page_axis
 
@@ -37,9 +37,11 @@ def norm_binder(config: DecoderConfig) -> Callable[[Params], Any]:
 
 
 @cache
-def block_binder(config: DecoderConfig, lora: LoraSpec | None, *, is_joined: bool = False) -> Callable[[Params], Any]:
+def block_binder(
+    config: DecoderConfig, lora: LoraSpec | None, *, has_experts: bool = False, is_joined: bool = False
+) -> Callable[[Params], Any]:
     """Return `bind(plain dict) -> Block`, with projections apart or, to decode, joined."""
-    return binder(lambda rngs: Block(config, rngs, is_joined, lora))
+    return binder(lambda rngs: Block(config, rngs, is_joined, lora, has_experts=has_experts))
 
 
 def binder(make: Callable[[nnx.Rngs], nnx.Module]) -> Callable[[Params], Any]:
@@ -62,14 +64,24 @@ def init_params(config: DecoderConfig, key: Any, lora: LoraSpec | None = None) -
     """
 
     def draw(key: Any, lora: LoraSpec | None) -> Params:
-        def init_block(key: Any) -> Params:
-            return nnx.to_pure_dict(nnx.split(Block(config, nnx.Rngs(key), lora=lora))[1])
+        def init_block(has_experts: bool, key: Any) -> Params:
+            return nnx.to_pure_dict(nnx.split(Block(config, nnx.Rngs(key), lora=lora, has_experts=has_experts))[1])
+
+        def init_layers(keys: Any) -> Params:
+            """Draw the layers of each kind, and stack each array over those that have it."""
+            stacks: dict[tuple[str, ...], Any] = {}
+            for has_experts in sorted({kind.has_experts for kind in config.kinds}, reverse=True):
+                drawn = jax.vmap(partial(init_block, has_experts))(keys)
+                for path, leaf in flatten_dict(drawn).items():
+                    layers = layers_with(config.kinds, path)
+                    stacks[path] = leaf if len(layers) == config.num_layers else leaf[np.array(layers)]
+            return unflatten_dict(stacks)
 
         outer_key, layers_key = jax.random.split(key)
         rngs, shape = nnx.Rngs(outer_key), (config.vocab_size, config.hidden_size)
         params = {
             "embed": jax.random.normal(rngs.params(), shape) * 0.02,
-            "layers": jax.vmap(init_block)(jax.random.split(layers_key, config.num_layers)),
+            "layers": init_layers(jax.random.split(layers_key, config.num_layers)),
             "final_norm": {"scale": jnp.full(config.hidden_size, 0.0 if config.norm_offset else 1.0)},
         }
         if not config.tie_word_embeddings:
@@ -90,40 +102,6 @@ def parameter_shapes(config: DecoderConfig, lora: LoraSpec | None = None) -> Par
     """Return the tree of `init_params` with shapes instead of arrays."""
     shapes: Params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), lora))
     return shapes
-
-
-Remat = Literal["none", "dots", "projections", "attention", "full", "least"]
-"""Checkpoint policies (arXiv 1604.06174), the fastest first: recompute nothing, all but products with weights and
-attention kernels, all but attention kernels and their projections, all but attention kernels, or whole layers. From
-`dots` on, attention of the reference is recomputed. `least` is `full` without what takes memory to be fast: layers are
-scanned on GPUs too, and no head is fused."""
-
-REMATS: tuple[Remat, ...] = get_args(Remat)
-
-
-def auto_remats(platform: str) -> tuple[Remat, ...]:
-    """Return the policies to choose from on devices of a platform, the fastest first.
-
-    `none` is among them on GPUs only, whose layers are unrolled with all but `least`. A scan writes and reads all that
-    it saves.
-    """
-    return REMATS if platform == "gpu" else REMATS[1:]
-
-
-def _saves(*names: str) -> Callable[..., Any]:
-    """Return the policy that saves the arrays of these names, and the results of attention kernels."""
-    policies = jax.checkpoint_policies
-    return policies.save_from_both_policies(policies.save_only_these_names(*names), saves_kernels)
-
-
-SAVEABLE = {
-    "none": jax.checkpoint_policies.everything_saveable,
-    "dots": _saves(PROJECTED, WIDENED),
-    "projections": _saves(PROJECTED),
-    "attention": saves_kernels,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "least": jax.checkpoint_policies.nothing_saveable,
-}
 
 
 class Network(NamedTuple):
@@ -207,13 +185,23 @@ def apply(
     tables: Int[Any, "B C"] | SharedTables | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Branches | None = None,
-) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...] | None]:
-    """Return the hidden state of each token and the cache, as `Model.apply` says."""
-    if cache is None:
-        return score(net, params, tokens, positions, segment_ids, branches), None
-    if segment_ids is not None:
+    chosen: Int[Array, "L B T k"] | None = None,
+    *,
+    returns_routing: bool = False,
+) -> tuple[Any, ...]:
+    """Return the hidden state of each token and the cache, as `Model.apply` says.
+
+    Args:
+        chosen: experts of each token in each layer that has any, in place of those that the routers choose.
+        returns_routing: a third result is the `Routing` of these layers.
+    """
+    if cache is not None and segment_ids is not None:
         raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
-    return decode(net, params, tokens, positions, cache, tables)
+    if cache is None:
+        hidden, routing = score(net, params, tokens, positions, segment_ids, branches, chosen, returns_routing)
+    else:
+        hidden, cache, routing = decode(net, params, tokens, positions, cache, tables, chosen)
+    return (hidden, cache, routing) if returns_routing else (hidden, cache)
 
 
 def score(
@@ -223,8 +211,10 @@ def score(
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None,
     branches: Branches | None,
-) -> Float[Array, "B T D"]:
-    """Return the hidden state of each token of whole rows, layer by layer."""
+    chosen: Int[Array, "L B T k"] | None,
+    returns_routing: bool,
+) -> tuple[Float[Array, "B T D"], Routing | None]:
+    """Return the hidden state of each token of whole rows, layer by layer, and the routing if it is asked for."""
     config, sharding = net.config, net.sharding
     params = put_beside(net.narrow(params))
     norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
@@ -235,13 +225,18 @@ def score(
     if spans is not None:  # rows whose segments cuDNN cannot keep apart are not silently wrong
         x = jnp.where(spans.is_refused[:, None, None], jnp.nan, x)
 
-    def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> Float[Array, "B T D"]:
-        output: Array = block_binder(config, net.lora)(net.gather(layer))(x, kind, context, None)[0]
-        return output
+    def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> tuple[Array, Routing | None]:
+        mlp = dict(layer["mlp"])
+        experts = mlp.pop(CHOSEN, None)
+        block = block_binder(config, net.lora, has_experts=kind.has_experts)(net.gather({**layer, "mlp": mlp}))
+        output, _, routing = block(x, kind, context, None, experts)
+        return output, routing if returns_routing else None
 
-    x = apply_layers(compute_layer, net.remat, config.kinds, x, params["layers"], compute_platform(sharding))
-    output: Array = norm_binder(config)(norm)(x, in_halves=context.in_halves)
-    return output
+    layers = params["layers"]
+    if chosen is not None:
+        layers = {**layers, "mlp": {**layers["mlp"], CHOSEN: chosen}}
+    x, routing = apply_layers(compute_layer, net.remat, config.kinds, x, layers, compute_platform(sharding))
+    return norm_binder(config)(norm)(x, in_halves=context.in_halves), routing
 
 
 def decode(
@@ -251,8 +246,9 @@ def decode(
     positions: Int[Array, "B T"],
     cache: tuple[LayerPages, ...],
     tables: Int[Any, "B C"] | SharedTables | None,
-) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...]]:
-    """Write tokens to their pages, and return their hidden state and the cache, layer by layer."""
+    chosen: Int[Array, "L B T k"] | None,
+) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...], Routing | None]:
+    """Write tokens to their pages, and return their hidden state, the cache and the routing, layer by layer."""
     config, sharding = net.config, net.sharding
     params = net.narrow(params) if "decoding_layers" in params else decode_layout(net, params)
     norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
@@ -262,13 +258,16 @@ def decode(
         own_pages = cache[0].keys.shape[page_axis(sharding)] // sharding.row_shards
         tables = jax.lax.rem(jnp.asarray(tables, jnp.int32), jnp.int32(own_pages))
     context = make_context(config, by_rows(sharding, positions), tables, None, sharding, shared)
-    layers, written = params["decoding_layers"], []
-    bind = block_binder(config, net.lora if has_adapters(layers[0]) else None, is_joined=True)
-    for layer, kind, pages in zip(map(bind, layers), config.kinds, cache, strict=True):
+    layers, written, routings = params["decoding_layers"], list[Any](), list[Routing]()
+    lora = net.lora if any(map(has_adapters, layers)) else None
+    for layer, kind, pages in zip(layers, config.kinds, cache, strict=True):
+        block = block_binder(config, lora, has_experts=kind.has_experts, is_joined=True)(layer)
+        experts = chosen[len(routings)] if chosen is not None and kind.has_experts else None
         with jax.named_scope("layers"):
-            x, pages = layer(x, kind, context, pages)
+            x, pages, routing = block(x, kind, context, pages, experts)
         written.append(pages)
-    return norm_binder(config)(norm)(x, in_halves=context.in_halves), tuple(written)
+        routings += [] if routing is None else [routing]
+    return norm_binder(config)(norm)(x, in_halves=context.in_halves), tuple(written), stacked(routings)
 
 
 def embed(net: Network, params: Params, tokens: Int[Array, "B T"], *, is_sampled: bool) -> Float[Array, "B T D"]:
@@ -319,8 +318,8 @@ def decode_layout(net: Network, params: Params) -> Params:
     # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
     params = net.narrow(params) if net.lora is None else merge_or_put_beside(net.lora, params)
     layers = [
-        decoding_layer(jax.tree.map(itemgetter(i), params["layers"]), net.config, net.sharding)
-        for i in range(net.config.num_layers)
+        decoding_layer(cut_layer(net.config, params["layers"], layer), net.config, net.sharding)
+        for layer in range(net.config.num_layers)
     ]
     others = {name: leaf for name, leaf in params.items() if name != "layers"}
     return net.narrow(net.gather({**others, "decoding_layers": layers}))
@@ -330,123 +329,5 @@ def decode_layout(net: Network, params: Params) -> Params:
 def lay_out_adapters(config: DecoderConfig, params: Params) -> list[dict[tuple[str, ...], Array]]:
     """Return the adapters of each layer by their paths in `decoding_layers`; the base, of one device, is not copied."""
     layers = put_beside(params)["layers"]
-    made = [decoding_layer(jax.tree.map(itemgetter(i), layers), config, None) for i in range(config.num_layers)]
+    made = [decoding_layer(cut_layer(config, layers, layer), config, None) for layer in range(config.num_layers)]
     return [{path: leaf for path, leaf in flatten_dict(layer).items() if path[-1] in LORA_NAMES} for layer in made]
-
-
-class LayerRun(NamedTuple):
-    """Consecutive layers that have some kinds in turn, several times."""
-
-    kinds: tuple[LayerKind, ...]
-    repeats: int
-
-
-@cache
-def layer_runs(kinds: tuple[LayerKind, ...]) -> list[LayerRun]:
-    """Divide layers into runs so that as few layers as possible are compiled, one for each kind of each run.
-
-    >>> full, sliding = LayerKind(), LayerKind(window=8)
-    >>> [(len(run.kinds), run.repeats) for run in layer_runs((sliding, sliding, full) * 5 + (sliding, sliding))]
-    [(1, 2), (3, 5)]
-    """
-    fewest: list[list[LayerRun]] = [[]]  # runs of the last 0, 1, 2, ... layers
-    for start in reversed(range(len(kinds))):
-        ways = []
-        for length in range(1, len(kinds) - start + 1):
-            turn, repeats = kinds[start : start + length], 1
-            while kinds[start + length * repeats :][:length] == turn:
-                repeats += 1
-            ways.append([LayerRun(turn, repeats), *fewest[len(kinds) - start - length * repeats]])
-        fewest.append(min(ways, key=lambda runs: (sum(len(run.kinds) for run in runs), len(runs))))
-    return fewest[-1]
-
-
-@jax.named_scope("layers")  # which `benchmarks/cost.py` reads
-def apply_layers(
-    compute: Callable[[LayerKind, Array, Params], Array],
-    remat: Remat,
-    kinds: tuple[LayerKind, ...],
-    x: Float[Array, "B T D"],
-    layers: Params,
-    platform: str,
-) -> Float[Array, "B T D"]:
-    """Return the residual stream after all layers, whose parameters are stacked on axis 0.
-
-    GPUs have no loop over layers unless `remat` is `least`.
-
-    Args:
-        compute: computes a layer.
-        remat: checkpoint policy of each layer.
-        kinds: kind of each layer.
-        x: residual stream.
-        layers: parameters of all layers.
-        platform: platform of the devices.
-    """
-    flat = flatten_dict(layers)
-    frozen = {path for path in flat if path[-1] not in LORA_NAMES} if has_adapters(layers) else set()
-    if platform == "gpu" and remat != "least":
-        return unroll_layers(compute, remat, kinds, x, flat, frozen)
-    runs, whole, parts = layer_runs(kinds), dict[Any, Array](), [flat]
-    if len(runs) > 1:
-        whole = {path: flat[path] for path in frozen}
-        split = split_layers(flat, frozen, [len(run.kinds) * run.repeats for run in runs])
-        parts = [{path: pieces[i] for path, pieces in split.items()} for i in range(len(runs))]
-
-    # The layer is cut in here, as the backward pass would otherwise keep a copy of it.
-    @partial(jax.checkpoint, policy=SAVEABLE[remat], static_argnums=(0, 1))
-    def compute_layer(run: LayerRun, place: int, x: Array, turn: Any, start: Any, whole: Any) -> Array:
-        layer = {
-            path: jax.lax.dynamic_index_in_dim(leaf, start + place, keepdims=False) for path, leaf in whole.items()
-        }
-        layer |= turn if len(run.kinds) == 1 else {path: leaf[place] for path, leaf in turn.items()}
-        return compute(run.kinds[place], x, unflatten_dict(layer))
-
-    first = 0
-    for run, part in zip(runs, parts, strict=True):
-        count = len(run.kinds)
-
-        def step(x: Array, turn: Any, run: LayerRun = run) -> tuple[Array, None]:
-            for place in range(len(run.kinds)):
-                x = compute_layer(run, place, x, *turn, whole)
-            return x, None
-
-        if count > 1:
-            part = {path: leaf.reshape(run.repeats, count, *leaf.shape[1:]) for path, leaf in part.items()}
-        starts = first + count * jnp.arange(run.repeats)
-        x = jax.lax.scan(step, x, (part, starts))[0]
-        first += count * run.repeats
-    return x
-
-
-def split_layers(flat: dict[Any, Array], frozen: set[Any], sizes: list[int]) -> dict[Any, list[Array]]:
-    """Split parameters that are trained after so many layers each.
-
-    A split of parameters that were cast is part of the cast, and its gradient, a concatenation, part of the sum of
-    gradients. The base of adapters would be copied: its layers are to be cut from the whole stack.
-    """
-    return {path: list(jax.lax.split(leaf, sizes)) for path, leaf in flat.items() if path not in frozen}
-
-
-def unroll_layers(
-    compute: Callable[[LayerKind, Array, Params], Array],
-    remat: Remat,
-    kinds: tuple[LayerKind, ...],
-    x: Float[Array, "B T D"],
-    flat: dict[Any, Array],
-    frozen: set[Any],
-) -> Float[Array, "B T D"]:
-    """Return what `apply_layers` does, without a loop, and for `none` without a checkpoint: XLA keeps what it reads.
-
-    XLA for GPUs copies what a scan keeps into stacks of all layers, and begins with zeros there.
-    """
-    whole, split = {path: flat[path] for path in frozen}, split_layers(flat, frozen, [1] * len(kinds))
-
-    def compute_layer(place: int, x: Array, own: Any, whole: Any) -> Array:
-        layer = {path: leaf[place] for path, leaf in whole.items()} | {path: leaf[0] for path, leaf in own.items()}
-        return compute(kinds[place], x, unflatten_dict(layer))
-
-    if remat != "none":
-        compute_layer = jax.checkpoint(compute_layer, policy=SAVEABLE[remat], static_argnums=0)
-    for place in range(len(kinds)):
-        x = compute_layer(place, x, {path: pieces[place] for path, pieces in split.items()}, whole)
-    return x

@@ -14,6 +14,10 @@ from jaxft.models.decoder import parameter_shapes
 DECODER_RULES: Rules = (
     ("embed", ("tensor", "fsdp")),  # [V D]
     ("lm_head", ("tensor", "fsdp")),  # [V D]
+    ("router/kernel", ()),
+    ("shared_expert_gate/kernel", ()),
+    ("experts/down_proj/kernel", ("tensor", "fsdp")),  # [E in out], stacked or of one layer
+    ("experts/*/kernel", ("fsdp", "tensor")),
     ("decoding_layers/*/qkv_proj/kernel", ("tensor", "fsdp")),  # for decoding: [out in]
     ("decoding_layers/*/gate_up_proj/kernel", ("tensor", "fsdp")),
     ("decoding_layers/*/kernel", ("fsdp", "tensor")),

@@ -14,6 +14,7 @@ from jaxft.models.family import (
     Family,
     Key,
     Keys,
+    expert_tensors,
     full_every,
     fused,
     inverse,
@@ -108,6 +109,61 @@ QWEN3 = replace(
     keys=(ATTENTION_BIAS,),
     defaults={**QWEN2.defaults, "head_dim": 128},
     fixed={},
+)
+
+
+# --- Mixtures of experts of Qwen: Qwen3's, such as 30B-A3B, and Qwen2's, with a shared expert.
+
+
+def sliding_if_used(keys: Keys) -> list[str]:
+    """Types of layers that all have the window, if it is in use."""
+    return [SLIDING if keys.flag("use_sliding_window") else FULL] * keys.num_layers
+
+
+def sparse_layers(keys: Keys) -> list[bool]:
+    """Layers that are mixtures of experts: every so many-th, but for those that are listed."""
+    step, dense = keys.integer("decoder_sparse_step"), keys.values["mlp_only_layers"] or []
+    if not isinstance(dense, list) or not set(dense) <= {*range(keys.num_layers)}:
+        raise keys.fault("mlp_only_layers", f"a list of layers, each below {keys.num_layers}")
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(keys.num_layers)]
+
+
+def dense_layers_json(config: DecoderConfig) -> dict[str, Any]:
+    """Return the keys that `sparse_layers` reads."""
+    dense = [layer for layer, kind in enumerate(config.kinds) if not kind.has_experts]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+EXPERT_KEYS = (
+    Key("num_experts", ("num_experts",)),
+    Key("num_experts_per_tok", ("num_experts_per_tok",)),
+    Key("moe_intermediate_size", ("moe_intermediate_size",)),
+    Key("norm_topk_prob", ("norm_topk_prob",)),
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    arithmetic={"qk_norm": "heads"},
+    keys=(ATTENTION_BIAS, *EXPERT_KEYS),
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+    },
+    ignored=frozenset({"max_window_layers"}),
+    layer_types=sliding_if_used,
+    window_switch="use_sliding_window",
+    has_experts=sparse_layers,
+    layers_json=dense_layers_json,
+    aliases={"num_local_experts": "num_experts"},
+    tensors={**LLAMA_TENSORS, **expert_tensors()},
 )
 
 
@@ -324,7 +380,8 @@ GRANITE = Family(
 
 
 ALL = (LLAMA, MISTRAL, MINISTRAL, MINISTRAL3, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, OLMO3, SMOLLM3, PHI3, GRANITE)
-FAMILIES: Mapping[str, Family] = {family.name: family for family in ALL}
+MIXTURES = (QWEN3_MOE,)
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (*ALL, *MIXTURES)}
 """Families by the `model_type` of their `config.json`."""
 
 WRAPPERS: Mapping[str, str] = {"gemma3": GEMMA3.name, "mistral3": MISTRAL.name}

@@ -67,7 +67,7 @@ class Keys:
     def typed(self, key: str, hint: Any) -> Any:
         """Return a value of the type that a field has."""
         readers: dict[Any, Callable[[str], Any]] = {int: self.integer, bool: self.flag, tuple[float, ...]: self.numbers}
-        readers |= {float: self.number, float | None: self.number}
+        readers |= {float: self.number, float | None: self.number, int | None: self.integer}
         return readers[hint](key) if hint in readers else self.choice(key, get_args(hint))
 
     def table(self, key: str) -> dict[str, Any]:
@@ -132,6 +132,16 @@ def rope_everywhere(keys: Keys) -> list[bool]:
     return [True] * keys.num_layers
 
 
+def no_experts(keys: Keys) -> list[bool]:
+    """Layers that are mixtures of experts: none."""
+    return [False] * keys.num_layers
+
+
+def experts_everywhere(keys: Keys) -> list[bool]:
+    """Layers that are mixtures of experts: all."""
+    return [True] * keys.num_layers
+
+
 def nothing_more(config: DecoderConfig) -> dict[str, Any]:
     """Return no keys."""
     return {}
@@ -166,8 +176,8 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def _projection(module: str) -> dict[str, tuple[str, ...]]:
-    path, name = f"layers/{module.replace('.', '/')}", f"model.layers.*.{module}"
+def _projection(module: str, path: str | None = None) -> dict[str, tuple[str, ...]]:
+    path, name = f"layers/{path or module.replace('.', '/')}", f"model.layers.*.{module}"
     return {f"{name}.weight": (f"{path}/kernel",), f"{name}.bias": (f"{path}/bias",)}
 
 
@@ -188,6 +198,21 @@ LLAMA_TENSORS: Mapping[str, tuple[str, ...]] = {
     "lm_head.weight": ("lm_head",),
 }
 """Parameters by the name of their tensor, as Llama's files have them and most others; see `Family.tensors`."""
+
+
+def expert_tensors(
+    router: str = "mlp.gate",
+    experts: str = "mlp.experts.*",
+    projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
+    shared_expert: str = "mlp.shared_expert",
+) -> dict[str, tuple[str, ...]]:
+    """Return the rows of a mixture's tensors: its modules, and the names of gate, up and down in each expert."""
+    ours = ("gate_proj", "up_proj", "down_proj")
+    places = [(f"{experts}.{name}", f"mlp/experts/{own}") for name, own in zip(projections, ours, strict=True)]
+    places += [(f"{shared_expert}.{name}", f"mlp/shared_expert/{name}") for name in ours]
+    places += [(router, "mlp/router"), (f"{shared_expert}_gate", "mlp/shared_expert_gate")]
+    rows = {name: paths for module, path in places for name, paths in _projection(module, path).items()}
+    return rows | {f"model.layers.*.{router}.e_score_correction_bias": ("layers/mlp/selection_bias",)}
 
 
 def without(tensors: Mapping[str, tuple[str, ...]], *modules: str) -> dict[str, tuple[str, ...]]:
@@ -222,7 +247,9 @@ class Family:
         lists_types: `layer_types` may be given.
         window_switch: key that must be true for the `sliding_window` to be used.
         has_rope: which layers have rotary positions.
-        layers_json: keys that `layer_types` and `has_rope` read, for a config.
+        has_experts: which layers are mixtures of experts.
+        layers_json: keys that `layer_types`, `has_rope` and `has_experts` read, for a config.
+        aliases: other names of keys.
         rope_theta: base of the rotary wavelengths if the file has none.
         local_rope_theta: the same of sliding layers whose positions are their own; None if all layers have the same.
         local_rope_key: key of that base in files of version 4 of transformers.
@@ -231,7 +258,9 @@ class Family:
         query_growth_key: key of the rotary parameters that gives `Rope.query_growth`.
         tensors: parameters of each tensor, by its name in a file, in the order of exported files; `*` stands for the
             index of the layer. Kernels are transposed. A tensor of several parameters holds their outputs one after the
-            other. Of parameters that a config lacks there is no tensor.
+            other. A second `*` stands for the index of the expert; tensors without it hold those of all. Of parameters
+            that a config lacks there is no tensor.
+        is_interleaved: tensors of several parameters hold their outputs in turn.
     """
 
     name: str
@@ -246,7 +275,9 @@ class Family:
     lists_types: bool = False
     window_switch: str | None = None
     has_rope: Callable[[Keys], Sequence[bool]] = rope_everywhere
+    has_experts: Callable[[Keys], Sequence[bool]] = no_experts
     layers_json: Callable[[DecoderConfig], dict[str, Any]] = nothing_more
+    aliases: Mapping[str, str] = field(default_factory=dict)
     rope_theta: float = 1e4
     local_rope_theta: float | None = None
     local_rope_key: str = "rope_theta"
@@ -254,6 +285,7 @@ class Family:
     rope_types: Mapping[str, str] = field(default_factory=dict)
     query_growth_key: str | None = None
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: LLAMA_TENSORS)
+    is_interleaved: bool = False
 
     @property
     def all_keys(self) -> dict[str, Key]:
@@ -298,7 +330,7 @@ def _read_key(key: Key, keys: Keys) -> Any:
             place = f"{keys.file}: hidden_size {hidden_size} does not divide over {num_heads} heads"
             raise ModelFileError(f"{place}, and there is no head_dim")
         return hidden_size // num_heads
-    return None if hint == float | None and is_null else key.read(keys.typed(key.name, hint))
+    return None if hint in (float | None, int | None) and is_null else key.read(keys.typed(key.name, hint))
 
 
 def _read_pattern(family: Family, keys: Keys) -> tuple[LayerKind, ...]:
@@ -307,8 +339,8 @@ def _read_pattern(family: Family, keys: Keys) -> tuple[LayerKind, ...]:
     window = keys.integer("sliding_window") if SLIDING in types else None
     ropes = _read_ropes(family, keys)
     return tuple(
-        LayerKind(window if kind == SLIDING else None, ropes[kind] if has_rope else None)
-        for kind, has_rope in zip(types, family.has_rope(keys), strict=True)
+        LayerKind(window if kind == SLIDING else None, ropes[kind] if has_rope else None, has_experts)
+        for kind, has_rope, has_experts in zip(types, family.has_rope(keys), family.has_experts(keys), strict=True)
     )
 
 

@@ -24,7 +24,7 @@ from jaxft.core.sharding import to_host
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.files import home_path, sync_folder, write_manifest
-from jaxft.models.config import DecoderConfig
+from jaxft.models.config import DecoderConfig, layers_with
 from jaxft.models.decoder import parameter_shapes
 from jaxft.models.families import FAMILIES
 from jaxft.models.hf_config import CONFIG, GENERATION, config_json, source_files
@@ -44,7 +44,15 @@ def file_tensors(config: DecoderConfig) -> list[Tensor]:
     shapes = {path: leaf.shape for path, leaf in flatten_dict(parameter_shapes(config), sep="/").items()}
     table = FAMILIES[config.family].tensors.items()
     tensors = [
-        Tensor(name, paths, tuple(shapes[path] for path in paths)) for name, paths in table if shapes.keys() >= {*paths}
+        Tensor(
+            name,
+            paths,
+            tuple(shapes[path] for path in paths),
+            layers_with(config.kinds, tuple(paths[0].split("/")[1:])) if "*" in name else (),
+            FAMILIES[config.family].is_interleaved,
+        )
+        for name, paths in table
+        if shapes.keys() >= {*paths}
     ]
     placed = Counter(path for tensor in tensors for path in tensor.paths)
     wrong = sorted(path for path in shapes if placed[path] != 1)
@@ -91,8 +99,8 @@ def save_model(
     _check_params(model.config, flat)
     if not writes:
         for tensor in file_tensors(model.config):
-            for layer in range(len(tensor.names)):
-                _for_file(flat, tensor, layer)
+            for place in tensor.places:
+                _for_file(flat, tensor, place)
         return
     dtypes = {leaf.dtype.name for leaf in flat.values()}
     source = source_files(model.config)
@@ -127,15 +135,15 @@ def _check_params(config: DecoderConfig, flat: dict[str, Any]) -> None:
 
 
 def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], max_shard_bytes: float) -> None:
-    shards: list[list[tuple[str, Tensor, int]]] = [[]]
+    shards: list[list[tuple[str, Tensor, tuple[int, ...]]]] = [[]]
     filled = total = 0
     for tensor in file_tensors(config):
         size = sum(flat[path].nbytes for path in tensor.paths) // len(tensor.names)
-        for layer, name in enumerate(tensor.names):
+        for place, name in zip(tensor.places, tensor.names, strict=True):
             if shards[-1] and filled + size > max_shard_bytes:
                 shards.append([])
                 filled = 0
-            shards[-1].append((name, tensor, layer))
+            shards[-1].append((name, tensor, place))
             filled += size
             total += size
 
@@ -143,7 +151,7 @@ def _write_weights(folder: Path, config: DecoderConfig, flat: dict[str, Any], ma
     for number, shard in enumerate(shards, start=1):
         file = WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         kinds = {name: (flat[tensor.paths[0]].dtype, tensor.shape) for name, tensor, _ in shard}
-        write_tensors(folder / file, kinds, (_for_file(flat, tensor, layer) for _, tensor, layer in shard))
+        write_tensors(folder / file, kinds, (_for_file(flat, tensor, place) for _, tensor, place in shard))
         weight_map |= {name: file for name, _, _ in shard}
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -154,7 +162,7 @@ def is_on_one_cpu(array: jax.Array) -> bool:
     return len(array.devices()) == 1 and next(iter(array.devices())).platform == "cpu"
 
 
-def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
+def _for_file(flat: dict[str, Any], tensor: Tensor, place: tuple[int, ...]) -> np.ndarray:
     parts = []
     for path in tensor.paths:
         # Sliced before the copy to the host, where jax would cache the whole array for as long as the array lives; but
@@ -162,9 +170,8 @@ def _for_file(flat: dict[str, Any], tensor: Tensor, layer: int) -> np.ndarray:
         whole = flat[path]
         if isinstance(whole, jax.Array) and is_on_one_cpu(whole):
             whole = np.asarray(whole)
-        values = np.asarray(to_host(whole[layer] if tensor.is_per_layer else whole))
-        parts.append(values.T if tensor.is_transposed else values)
-    return np.ascontiguousarray(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        parts.append(np.asarray(to_host(whole[place] if place else whole)))
+    return tensor.join(parts)
 
 
 @contextlib.contextmanager

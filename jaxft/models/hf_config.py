@@ -38,8 +38,9 @@ NEUTRAL = frozenset(
     initializer_range internal_version is_llama_config keys_to_ignore_at_inference label2id length_penalty max_length
     max_new_tokens max_sequence_length min_length model_max_length name_or_path neftune_noise_alpha
     no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
-    output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate sep_token_id seq_length
+    output_hidden_states output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type
+    pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    router_aux_loss_coef router_jitter_noise sep_token_id seq_length
     suppress_tokens task_specific_params temperature tie_encoder_decoder tokenizer_class top_k top_p
     transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
     use_cache
@@ -107,7 +108,8 @@ def text_values(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
     """Return the values of a `config.json`, of the text model if there are several modalities."""
     wrapper: Any = values.get("model_type")
     if wrapper not in WRAPPERS:
-        return dict(values)
+        aliases = FAMILIES[wrapper].aliases if wrapper in FAMILIES else {}
+        return {aliases.get(name, name): value for name, value in values.items()}
     text = Keys(file, values).table("text_config")
     if not text:
         raise ModelFileError(f"{file}: model_type is {wrapper!r}, and there is no text_config")

@@ -11,7 +11,7 @@ adapter, `V` vocabulary, `h` head width, `P` pairs of a head's components that a
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -239,13 +239,21 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
 
 
 class FeedForward(nnx.Module):
-    """A gated feed-forward layer (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`."""
+    """A gated feed-forward layer (arXiv 2002.05202): `down(activation(gate(x)) * up(x))`; `place` is its path."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
-        hidden, width = config.hidden_size, config.intermediate_size
+    def __init__(
+        self,
+        config: DecoderConfig,
+        rngs: nnx.Rngs,
+        is_joined: bool,
+        lora: LoraSpec | None,
+        width: int,
+        place: str = "mlp",
+    ) -> None:
+        hidden = config.hidden_size
 
         def linear(names: Sequence[str], inputs: int, outputs: int) -> Linear:
-            adapter = joined_adapter(lora, [f"mlp/{name}" for name in names])
+            adapter = joined_adapter(lora, [f"{place}/{name}" for name in names])
             return Linear(inputs, outputs, config.mlp_bias, rngs, is_joined, adapter)
 
         if is_joined:
@@ -323,7 +331,7 @@ def decoding_layer(layer: Params, config: DecoderConfig, sharding: Sharding | No
         config: config of the model.
         sharding: sharding of the model, or None for one device.
     """
-    attention, mlp = dict(layer["self_attn"]), dict(layer["mlp"])
+    attention = dict(layer["self_attn"])
     heads = config.num_heads, config.num_kv_heads
     shards = head_shards(sharding, config.num_kv_heads)
     attention["qkv_proj"] = join_projections([attention.pop(name) for name in QKV], shards)
@@ -331,11 +339,26 @@ def decoding_layer(layer: Params, config: DecoderConfig, sharding: Sharding | No
         scales = [attention.pop(name)["scale"] for name in ("q_norm", "k_norm")]
         each = [jnp.broadcast_to(x, (n // shards, *x.shape)) for x, n in zip(scales, heads, strict=True)]
         attention["qk_norm"] = {"scale": jnp.concatenate(each)}
+    mlp = join_feed_forward(layer["mlp"], sharding)
+    return {**layer, "self_attn": transpose_kernels(attention), "mlp": transpose_kernels(mlp)}
+
+
+def join_feed_forward(mlp: Params, sharding: Sharding | None) -> Params:
+    """Return a feed-forward layer with gate and up joined; of a mixture those of the shared expert."""
+    if "experts" in mlp:
+        shared = {name: join_feed_forward(part, sharding) for name, part in mlp.items() if name == "shared_expert"}
+        return {**mlp, **shared}
     shards = head_shards(sharding, mlp["up_proj"]["kernel"].shape[-1])
-    mlp["gate_up_proj"] = join_projections([mlp.pop(name) for name in GATE_UP], shards)
-    joined = {**layer, "self_attn": attention, "mlp": mlp}
-    for part in (attention, mlp):
-        for name, projection in part.items():
-            if "kernel" in projection:
-                part[name] = {**projection, "kernel": projection["kernel"].T}
-    return joined
+    others = {name: projection for name, projection in mlp.items() if name not in GATE_UP}
+    return {**others, "gate_up_proj": join_projections([mlp[name] for name in GATE_UP], shards)}
+
+
+def transpose_kernels(part: Params) -> Params:
+    """Return a part of a layer with transposed kernels of its projections, but for those of experts."""
+
+    def transposed(name: str, held: Any) -> Any:
+        if name == "shared_expert":
+            return transpose_kernels(held)
+        return {**held, "kernel": held["kernel"].T} if isinstance(held, Mapping) and "kernel" in held else held
+
+    return {name: transposed(name, held) for name, held in part.items()}

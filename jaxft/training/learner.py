@@ -20,8 +20,8 @@ from jaxft.core.sharding import commit_like, compute_devices, compute_platform
 from jaxft.core.types import Batch, Model, Params, Scored
 from jaxft.core.update import TrainState, init_train_state
 from jaxft.models.config import DecoderConfig
-from jaxft.models.decoder import Remat
 from jaxft.models.flash import most_sequences, reason_not_to_pack
+from jaxft.models.layer_stack import Remat
 from jaxft.models.segment_probe import can_share_prefixes, check_segments
 from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights

@@ -13,7 +13,7 @@ from jaxft.core.partition import BASE, TEACHER, trainable
 from jaxft.core.sharding import Sharding, compute_devices, compute_platform, device_bytes, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError
-from jaxft.models.decoder import auto_remats
+from jaxft.models.layer_stack import auto_remats
 from jaxft.rollout.device import first_line, is_out_of_memory
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.policy import Policy

@@ -7,7 +7,7 @@ import pytest
 import aot
 import aot_engine
 from aot import CASES, Case, CaseResult, Results, case_text, lengths_text, main, measure, measure_lengths
-from jaxft.models.decoder import REMATS
+from jaxft.models.layer_stack import REMATS
 from jaxft.planning.compiler import Compiled, CompilerError
 
 SMALL = Case("h100x8", "qwen3-0.6b", 2, 1024, layers=2)

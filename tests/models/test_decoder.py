@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import unflatten_dict
 from jax.sharding import AbstractMesh
 
 import jaxft.models.attention as attention_module
@@ -23,9 +24,10 @@ from jaxft.core.types import Batch
 from jaxft.core.update import init_train_state, make_update
 from jaxft.models.attention import HeadRows, Scores, attend
 from jaxft.models.block import make_context
-from jaxft.models.config import PRESETS, LayerKind, LoraSpec, model_preset
-from jaxft.models.decoder import apply_layers, decoder, layer_runs
+from jaxft.models.config import PRESETS, LayerKind, LoraSpec, layers_with, model_preset
+from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
+from jaxft.models.layer_stack import apply_layers, cut_layer, layer_runs
 from tests.models.weights import narrowed, random_params
 
 SMALL = PRESETS["qwen3-50k"]
@@ -409,38 +411,54 @@ def test_tables():
 
 
 MIXED = replace(SMALL, num_layers=8, pattern=(LayerKind(window=2), LayerKind(window=3), LayerKind(rope=None)))
+PLACES_OF_WEIGHTS = [("self_attn", "q_proj"), ("mlp", "up_proj"), ("mlp", "experts", "up_proj")]
+SPARSE = replace(
+    MIXED,
+    num_experts=4,
+    num_experts_per_tok=2,
+    pattern=tuple(LayerKind(kind.window, kind.rope, i != 1) for i, kind in enumerate(MIXED.pattern)),
+)
 
 
 @pytest.mark.parametrize(
-    ("has_adapters", "platform", "remat"),
+    ("config", "has_adapters", "platform", "remat"),
     [
-        (False, "gpu", "none"),
-        (True, "gpu", "none"),
-        (True, "gpu", "dots"),
-        (True, "tpu", "dots"),
-        (False, "cpu", "dots"),
+        (MIXED, False, "gpu", "none"),
+        (MIXED, True, "gpu", "none"),
+        (SPARSE, True, "gpu", "dots"),
+        (SPARSE, True, "tpu", "dots"),
+        (SPARSE, False, "cpu", "dots"),
     ],
 )
-def test_layers_in_turns_are_the_same_as_one_by_one(has_adapters, platform, remat):
-    """Two layers, and two turns of three, scanned or not, against a loop over layers with weights of their own."""
-    assert [(len(run.kinds), run.repeats) for run in layer_runs(MIXED.kinds)] == [(2, 1), (3, 2)]
+def test_layers_in_turns_are_the_same_as_one_by_one(config, has_adapters, platform, remat):
+    """Two layers, and two turns of three, scanned or not, against a loop over layers with weights of their own.
+
+    Mixtures of experts have arrays that the others lack, and return something.
+    """
+    assert [(len(run.kinds), run.repeats) for run in layer_runs(config.kinds)] == [(2, 1), (3, 2)]
     draw, names = np.random.default_rng(0), ("kernel", "lora_a", "lora_b") if has_adapters else ("kernel", "bias")
-    layers = {"mlp": {"up_proj": {name: draw.normal(size=(8, 3, 4)).astype(np.float32) for name in names}}}
+    paths = [(*place, name) for place in PLACES_OF_WEIGHTS for name in names]
+    rows = {path: len(layers_with(config.kinds, path)) for path in paths}
+    layers = unflatten_dict({path: draw.normal(size=(rows[path], 3, 4)).astype("f4") for path in paths if rows[path]})
     x = draw.normal(size=(2, 1, 5)).astype(np.float32)
 
     def compute(kind, x, layer):
         y = sum(jnp.tanh(leaf).sum() for leaf in jax.tree.leaves(layer))
-        return x * (1 + 0.1 * y) + (kind.window or 7)
+        return x * (1 + 0.1 * y) + (kind.window or 7), y if kind.has_experts else None
 
     def in_runs(x, layers):
-        return apply_layers(compute, remat, MIXED.kinds, x, layers, platform).sum()
+        x, others = apply_layers(compute, remat, config.kinds, x, layers, platform)
+        return x.sum(), others
 
     def one_by_one(x, layers):
-        for i, kind in enumerate(MIXED.kinds):
-            x = compute(kind, x, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
-        return x.sum()
+        others = []
+        for i, kind in enumerate(config.kinds):
+            x, other = compute(kind, x, cut_layer(config, layers, i))
+            others += [] if other is None else [other]
+        return x.sum(), jnp.stack(others) if others else None
 
-    found, wanted = (jax.jit(jax.value_and_grad(each, argnums=(0, 1)))(x, layers) for each in (in_runs, one_by_one))
+    gradients = (jax.value_and_grad(each, argnums=(0, 1), has_aux=True) for each in (in_runs, one_by_one))
+    found, wanted = (jax.jit(each)(x, layers) for each in gradients)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
 
 

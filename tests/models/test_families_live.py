@@ -205,7 +205,25 @@ def draw_mistral3(draw):
     return whole | {"vision_config": oracles.PIXTRAL, "text_config": text}
 
 
+def experts(draw, count="num_experts", width="moe_intermediate_size"):
+    """Keys of a mixture; the width of experts may be that of all feed-forward layers."""
+    number = draw.choice([3, 5, 8])
+    return {count: number, "num_experts_per_tok": draw.randint(1, min(number, 3)), width: draw.choice([10, 16])}
+
+
+def draw_qwen3_moe(draw):
+    keys = sizes(draw, True) | experts(draw)
+    layers = keys["num_hidden_layers"]
+    if draw.random() < 0.5:
+        keys["mlp_only_layers"] = sorted(draw.sample(range(layers), draw.randint(0, layers - 1)))
+    else:
+        keys["decoder_sparse_step"] = draw.choice([1, 2])
+    window = {"use_sliding_window": draw.random() < 0.5, "sliding_window": window_of(draw)}
+    return keys | window | {"norm_topk_prob": draw.random() < 0.5, "rope_parameters": rope(draw, ("default", "yarn"))}
+
+
 FAMILIES = {
+    "qwen3_moe": draw_qwen3_moe,
     "llama": draw_llama,
     "mistral": draw_mistral,
     "ministral": draw_ministral,

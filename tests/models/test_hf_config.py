@@ -48,6 +48,12 @@ def turning(family, *ropes):
     return replace(tiny[family], pattern=tuple(LayerKind(None, rope) for rope in ropes))
 
 
+def turning_experts(family, window, *kinds):
+    """A tiny config whose layers are mixtures where a letter is e, all with the window."""
+    pattern = [LayerKind(window, tiny[family].pattern[0].rope, letter == "e") for letter in kinds]
+    return replace(tiny[family], pattern=tuple(pattern))
+
+
 LOCAL, GLOBAL = LayerKind(8, Rope(1e4)), LayerKind(None, Rope(1e6, LinearScaling(8.0)))
 YARN = LayerKind(None, Rope(5e5, YarnScaling(8.0, 64)))
 LONG = LongRopeScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 64, 4.0)
@@ -61,6 +67,8 @@ FEATURES = {
     "qwen2 some windows": sliding("qwen2", 5, *"fss"),
     "qwen3": tiny["qwen3"],
     "qwen3 biases, window": replace(sliding("qwen3", 5), qkv_bias=True, output_bias=True),
+    "qwen3_moe": replace(tiny["qwen3_moe"], num_experts=6, num_experts_per_tok=3, norm_topk_prob=True),
+    "qwen3_moe some layers": turning_experts("qwen3_moe", 5, *"dee"),
     "llama linear": turning("llama", Rope(1e4, LinearScaling(4.0))),
     "llama yarn": turning("llama", Rope(1e4, YarnScaling(4.0, 64, 16.0, 2.0, 1.5))),
     "ministral": sliding("ministral", 5, *"sfs"),

@@ -24,8 +24,8 @@ from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfi
 from jaxft.components.programs import PlannedRun, Programs
 from jaxft.core.sharding import AXES
 from jaxft.models.config import DecoderConfig, model_preset
-from jaxft.models.decoder import Remat
 from jaxft.models.flash import PACKED_SINCE
+from jaxft.models.layer_stack import Remat
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled
 from jaxft.planning.hlo import Launch, Program, read

@@ -20,8 +20,8 @@ from jaxft.core.logprobs import default_chunk_tokens
 from jaxft.core.sharding import AXES
 from jaxft.models.ceilings import head_weights, projection_shapes
 from jaxft.models.config import LoraSpec, model_preset
-from jaxft.models.decoder import REMATS
 from jaxft.models.decoder_sharding import sharding_for
+from jaxft.models.layer_stack import REMATS
 from jaxft.planning.estimate import sampling_bytes, update_bytes
 from jaxft.planning.flops import kernel_flops
 from jaxft.planning.targets import find_target

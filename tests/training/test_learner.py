@@ -21,8 +21,9 @@ from jaxft.core.types import Model
 from jaxft.harness.data_models import Trajectory
 from jaxft.models.bridge import from_function
 from jaxft.models.config import model_preset
-from jaxft.models.decoder import auto_remats, decoder
+from jaxft.models.decoder import decoder
 from jaxft.models.flash import Choice
+from jaxft.models.layer_stack import auto_remats
 from jaxft.rollout.device import CompileCounter
 from jaxft.rollout.weights import Weights
 from jaxft.training import memory as memory_module

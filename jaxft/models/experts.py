@@ -1,0 +1,172 @@
+"""A mixture of experts in the place of a feed-forward layer (arXiv 1701.06538): routing, and products by expert.
+
+Rows of tokens are put in the order of their experts, multiplied by `grouped_dot`, and put back: no token is dropped.
+Letters: `n` tokens, `m` rows, one for each expert of each token, `E` experts, `k` experts of a token, `D` input width,
+`F` output width, `r` rank of an adapter.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxft.core.sharding import Sharding
+from jaxft.models.config import EXPERTS, SHARED_EXPERT, DecoderConfig, LoraSpec
+from jaxft.models.grouped import grouped_dot
+from jaxft.models.layers import ACTIVATIONS, WIDENED, FeedForward, project_to_vocabulary
+from jaxft.models.lora import joined_adapter
+
+
+class Routing(NamedTuple):
+    """A router's logits, and the experts chosen for each token; those of several layers are stacked on axis 0."""
+
+    logits: Float[Array, "*L B T E"]
+    experts: Int[Array, "*L B T k"]
+
+
+def route(
+    logits: Float[Array, "n E"],
+    config: DecoderConfig,
+    chosen: Int[Array, "n k"] | None = None,
+    selection_bias: Float[Array, " E"] | None = None,
+) -> tuple[Int[Array, "n k"], Float[Array, "n k"]]:
+    """Return the experts of each token, those of the highest scores first, and the weights of their outputs.
+
+    Args:
+        logits: logits of the router, in float32 or wider.
+        config: kind of the router, number of experts, and what their weights are divided and multiplied by.
+        chosen: experts to take in place of those of the highest scores; weights follow from the present logits.
+        selection_bias: added to the scores that experts are chosen by.
+
+    >>> config = DecoderConfig("mixtral", 8, 4, 4, 1, 1, 1, 4, num_experts_per_tok=2, norm_topk_prob=True)
+    >>> experts, weights = jax.jit(route, static_argnums=1)(jnp.array([[0.0, 2.0, 2.0]]), config)
+    >>> print(experts, weights)  # equal scores, divided by their sum
+    [[1 2]] [[0.5 0.5]]
+    """
+    scores = logits
+    if config.router != "topk_softmax":
+        scores = jax.nn.softmax(logits) if config.router == "softmax" else jax.nn.sigmoid(logits)
+    if chosen is None:
+        ranked = scores if selection_bias is None else scores + selection_bias
+        chosen = jax.lax.top_k(ranked, config.num_experts_per_tok)[1]
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if config.router == "topk_softmax":
+        weights = jax.nn.softmax(weights)
+    elif config.norm_topk_prob:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return chosen, weights * config.routed_scaling_factor
+
+
+@jax.custom_vjp
+def permute(rows: Float[Array, "m D"], order: Int[Array, " m"], inverse: Int[Array, " m"]) -> Float[Array, "m D"]:
+    """Return `rows[order]`; the gradient is taken by the inverse order, and not summed by a scatter."""
+    return rows[order]
+
+
+def _permute_forward(rows: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
+    return rows[order], inverse
+
+
+def _permute_backward(inverse: Array, cotangent: Array) -> tuple[Array, None, None]:
+    return cotangent[inverse], None, None
+
+
+permute.defvjp(_permute_forward, _permute_backward)
+
+
+class Groups(NamedTuple):
+    """Rows in the order of their experts: the expert of each, and the number of rows of each expert."""
+
+    experts: Int[Array, " m"]
+    sizes: Int[Array, " E"]
+
+
+class ExpertLinear(nnx.Module):
+    """`x @ kernel[e] + bias[e]` for rows of the experts `e`, plus `scale * x @ A[e] @ B[e]` with an adapter."""
+
+    def __init__(self, config: DecoderConfig, inputs: int, outputs: int, rngs: nnx.Rngs, lora: LoraSpec | None) -> None:
+        experts, bound = config.num_experts, inputs**-0.5
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (experts, inputs, outputs)) * bound)
+        self.bias = nnx.Param(jnp.zeros((experts, outputs))) if config.expert_bias else None
+        shape = (experts, inputs, 0 if lora is None else lora.rank)
+        drawn = None if lora is None else jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound)
+        self.lora_a = None if drawn is None else nnx.Param(drawn)
+        self.lora_b = None if lora is None else nnx.Param(jnp.zeros((experts, lora.rank, outputs)))
+        self.lora_scale = 0.0 if lora is None else lora.scale
+
+    def __call__(self, rows: Float[Array, "m D"], groups: Groups) -> Float[Array, "m F"]:
+        y = grouped_dot(rows, self.kernel[...], groups.sizes)
+        if self.lora_a is not None and self.lora_b is not None:
+            a, b = (matrix[...].astype(rows.dtype) for matrix in (self.lora_a, self.lora_b))
+            y = y + self.lora_scale * grouped_dot(grouped_dot(rows, a, groups.sizes), b, groups.sizes)
+        return y if self.bias is None else y + self.bias[...][groups.experts]
+
+
+class ExpertProjections(nnx.Module):
+    """The three projections of all experts."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, lora: LoraSpec | None) -> None:
+        def linear(name: str, inputs: int, outputs: int) -> ExpertLinear:
+            return ExpertLinear(config, inputs, outputs, rngs, joined_adapter(lora, [f"{EXPERTS}/{name}"]))
+
+        hidden, width = config.hidden_size, config.moe_intermediate_size
+        self.gate_proj = linear("gate_proj", hidden, width)
+        self.up_proj = linear("up_proj", hidden, width)
+        self.down_proj = linear("down_proj", width, hidden)
+        self.activate = ACTIVATIONS[config.activation]
+
+    def __call__(self, rows: Float[Array, "m D"], groups: Groups) -> Float[Array, "m D"]:
+        gate, up = (checkpoint_name(each(rows, groups), WIDENED) for each in (self.gate_proj, self.up_proj))
+        return self.down_proj(self.activate(gate) * up, groups)
+
+
+class Router(nnx.Module):
+    """A projection to logits, in float32 or wider; the kernel may be transposed."""
+
+    def __init__(self, inputs: int, outputs: int, use_bias: bool, rngs: nnx.Rngs, is_transposed: bool) -> None:
+        kernel = jax.random.normal(rngs.params(), (inputs, outputs)) * inputs**-0.5
+        self.kernel = nnx.Param(kernel.T if is_transposed else kernel)
+        self.bias = nnx.Param(jnp.zeros(outputs)) if use_bias else None
+        self.is_transposed = is_transposed
+
+    def __call__(self, x: Float[Array, "*n D"]) -> Float[Array, "*n E"]:
+        logits = project_to_vocabulary(x, self.kernel[...] if self.is_transposed else self.kernel[...].T)
+        return logits if self.bias is None else logits + self.bias[...]
+
+
+class Mixture(nnx.Module):
+    """The sum of a token's experts, times their weights, and of the shared expert if there is one."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs, is_joined: bool, lora: LoraSpec | None) -> None:
+        hidden, experts = config.hidden_size, config.num_experts
+        self.router = Router(hidden, experts, config.router_bias, rngs, is_joined)
+        self.selection_bias = nnx.Param(jnp.zeros(experts)) if config.selection_bias else None
+        self.experts = ExpertProjections(config, rngs, lora)
+        width = config.num_shared_experts * (config.shared_expert_intermediate_size or config.moe_intermediate_size)
+        self.shared_expert = FeedForward(config, rngs, is_joined, lora, width, SHARED_EXPERT) if width else None
+        self.shared_expert_gate = Router(hidden, 1, False, rngs, is_joined) if config.shared_expert_gate else None
+        self.config = config
+
+    def __call__(
+        self, x: Float[Array, "B T D"], sharding: Sharding | None, chosen: Int[Array, "B T k"] | None
+    ) -> tuple[Float[Array, "B T D"], Routing]:
+        """Return the layer's output and its routing, which is `chosen` if that is given."""
+        config, flat = self.config, x.reshape(-1, x.shape[-1])
+        logits, bias = self.router(flat), self.selection_bias
+        given = None if chosen is None else chosen.reshape(len(flat), -1).astype(jnp.int32)
+        experts, weights = route(logits, config, given, None if bias is None else bias[...])
+        owners = experts.reshape(-1)
+        order = jnp.argsort(owners)
+        inverse = jnp.argsort(order)
+        groups = Groups(owners[order], jnp.bincount(owners, length=config.num_experts))
+        rows = permute(jnp.repeat(flat, experts.shape[-1], axis=0), order, inverse)
+        outputs = permute(self.experts(rows, groups), inverse, order).reshape(*experts.shape, -1)  # [n k D]
+        y = (outputs * weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
+        if self.shared_expert is not None:
+            shared = self.shared_expert(x, sharding)
+            gate = None if self.shared_expert_gate is None else jax.nn.sigmoid(self.shared_expert_gate(x))
+            y = y + (shared if gate is None else (shared * gate).astype(x.dtype))
+        return y, Routing(logits.reshape(*x.shape[:2], -1), experts.reshape(*x.shape[:2], -1))

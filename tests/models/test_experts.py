@@ -1,0 +1,131 @@
+"""Mixtures of experts: routers, the sum of experts, chosen experts in place of the router's, and adapters of experts.
+
+The families are compared with transformers in `test_families.py`.
+"""
+
+from dataclasses import replace
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxft.core.cache import init_cache
+from jaxft.models.config import LayerKind, LoraSpec, model_preset
+from jaxft.models.decoder import decoder
+from jaxft.models.experts import route
+from tests.models.weights import random_params
+
+TINY = replace(
+    model_preset("qwen3-50k"),
+    vocab_size=40,
+    num_layers=3,
+    pattern=(LayerKind(has_experts=True), LayerKind(), LayerKind(window=3, has_experts=True)),
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    router="sigmoid",
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    selection_bias=True,
+    expert_bias=True,
+    num_shared_experts=1,
+    shared_expert_gate=True,
+)
+"""Two of three layers are mixtures, which have all that a mixture may have."""
+
+LORA = LoraSpec(2, 3.0)
+TOKENS = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
+PLACES = np.tile(np.arange(9, dtype=np.int32), (2, 1))
+
+
+def test_routers_choose_and_weigh_experts():
+    draw = np.random.default_rng(1)
+    logits, bias = draw.normal(size=(7, 5)).astype(np.float32), 3 * draw.normal(size=5).astype(np.float32)
+    given = np.stack([draw.permutation(5)[:2] for _ in range(7)])
+    kinds = {
+        (router, norm): replace(TINY, router=router, norm_topk_prob=norm)
+        for router in ("softmax", "topk_softmax", "sigmoid")
+        for norm in (False, True)
+    }
+
+    @jax.jit
+    def all_kinds(logits, bias, given):
+        return {
+            kind: [route(logits, config), route(logits, config, None, bias), route(logits, config, given)]
+            for kind, config in kinds.items()
+        }
+
+    def wanted(kind, chosen, bias):
+        router, norm = kind
+        scores = {"softmax": np.exp(logits) / np.exp(logits).sum(-1, keepdims=True), "topk_softmax": logits}
+        scores = scores.get(router, 1 / (1 + np.exp(-logits)))
+        chosen = np.argsort(-(scores + bias), axis=-1)[:, :2] if chosen is None else chosen
+        weights = np.take_along_axis(scores, chosen, -1)
+        weights = np.exp(weights) if router == "topk_softmax" else weights
+        return chosen, 1.5 * (weights / weights.sum(-1, keepdims=True) if norm or router == "topk_softmax" else weights)
+
+    for kind, found in all_kinds(logits, bias, given).items():
+        for (experts, weights), of_kind in zip(found, [(None, 0), (None, bias), (given, 0)], strict=True):
+            chosen, by = wanted(kind, *of_kind)
+            np.testing.assert_array_equal(experts, chosen)
+            np.testing.assert_allclose(weights, by, rtol=1e-6)
+
+
+@cache
+def forward():
+    """What the model with adapters computes: freely, with its own choice given back, and with another one."""
+    model, params = decoder(TINY, lora=LORA), random_params(TINY, LORA)
+    other = np.random.default_rng(2).permuted(np.broadcast_to(np.arange(5), (2, 2, 9, 5)), axis=-1)[..., :2]
+
+    @jax.jit
+    def passes(params, other):
+        def logits(params, chosen):
+            hidden, _, routing = model.apply(
+                params, jnp.asarray(TOKENS), jnp.asarray(PLACES), chosen=chosen, returns_routing=True
+            )
+            return model.unembed(params, hidden), routing
+
+        plain, routing = logits(params, None)
+        gradient = jax.grad(lambda params: (logits(params, None)[0] ** 2).sum())(params)
+        return plain, routing, logits(params, routing.experts), logits(params, other), gradient
+
+    return params, other, jax.device_get(passes(params, other))
+
+
+def test_experts_that_are_given_take_the_place_of_those_chosen():
+    _, other, (plain, routing, again, others, _) = forward()
+    assert routing.experts.shape == (2, 2, 9, 2) and routing.logits.shape == (2, 2, 9, 5)
+    np.testing.assert_array_equal(again[0], plain)
+    np.testing.assert_array_equal(others[1].experts, other)
+    assert np.abs(others[0] - plain).max() > 0.1
+
+
+def test_every_parameter_of_a_mixture_is_trained_but_the_bias_of_the_choice():
+    params, _, (*_, gradient) = forward()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        name = jax.tree_util.keystr(path)
+        assert np.isfinite(leaf).all() and leaf.any() == ("selection_bias" not in name), name
+    experts = params["adapter"]["layers"]["mlp"]["experts"]["down_proj"]
+    assert experts["lora_a"].shape == (2, 5, 12, 2) and experts["lora_b"].shape == (2, 5, 2, 32)
+
+
+@partial(jax.jit, static_argnums=0)
+def paged(model, params, tokens):
+    layout = model.decode_layout(params)
+    cache, tables = init_cache(model, 2, 9, jnp.float32)
+    hidden, _, routing = model.apply(layout, tokens, jnp.asarray(PLACES), cache, tables, returns_routing=True)
+    return model.unembed(layout, hidden), routing.experts
+
+
+def test_decoding_with_merged_adapters_computes_and_chooses_the_same():
+    params, _, (plain, routing, *_) = forward()
+    logits, experts = paged(decoder(TINY, lora=LORA), params, TOKENS)
+    np.testing.assert_allclose(logits, plain, rtol=0, atol=1e-5 * np.abs(plain).max())
+    np.testing.assert_array_equal(experts, routing.experts)
+
+
+def test_more_experts_a_token_than_there_are():
+    with pytest.raises(ValueError, match=r"num_experts_per_tok is 6; wanted 1 to 5"):
+        replace(TINY, num_experts_per_tok=6)
