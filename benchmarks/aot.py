@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh
 from pydantic import BaseModel
 
 from aot_engine import EngineResults, measure_engine
+from compiled_run import collectives, kernels, least_seconds
 from decode_step import CompiledStep, compile_step
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.components.programs import PlannedRun, Programs
@@ -35,9 +36,9 @@ from jaxft.models.ceilings import model_flops
 from jaxft.models.config import model_preset
 from jaxft.models.layer_stack import Remat, auto_remats
 from jaxft.planning import compiler
-from jaxft.planning.compiler import Compiled, CompilerError
+from jaxft.planning.compiler import CompilerError
 from jaxft.planning.flops import kernel_flops
-from jaxft.planning.plan import MARGIN, collectives, estimate_update, least_seconds, memory_limit
+from jaxft.planning.plan import MARGIN, estimate_update, memory_limit
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs.environment import environment
 from jaxft.training.memory import peak
@@ -172,7 +173,7 @@ class Results(BaseModel):
         return [*self.checks, *(check for case in self.cases for check in case.checks)]
 
 
-Compile = Callable[[Case, Remat], Compiled]
+Compile = Callable[[Case, Remat], CompiledStep]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -198,8 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"compiling {program} for {target.name}: {size}, remat {run.policy.remat}", file=sys.stderr, flush=True)
         return compile_step(interpreter, run, target, program, pool_bytes)
 
-    def compile_case(case: Case, remat: Remat) -> Compiled:
-        return compile_run(case.run().with_remat(remat), find_target(case.target), "gradient", 0).compiled
+    def compile_case(case: Case, remat: Remat) -> CompiledStep:
+        return compile_run(case.run().with_remat(remat), find_target(case.target), "gradient", 0)
 
     is_met = True
     for platform in ("gpu",) if parsed.shrink else parsed.platforms or ("gpu", "tpu"):
@@ -257,7 +258,7 @@ def measure(case: Case, compile_case: Compile) -> CaseResult:
         if not is_last and peak(held | {"update": estimated}) > MARGIN * limit:
             continue
         try:
-            compiled = compile_case(case, remat)
+            compiled, program, *_ = compile_case(case, remat)
         except CompilerError as error:
             if is_last or not error.is_out_of_memory:
                 raise
@@ -269,7 +270,7 @@ def measure(case: Case, compile_case: Compile) -> CaseResult:
             break
     (rows, width), chips = programs.rows_and_width(), target.chips
     needed = model_flops(programs.run.model, rows, width) // chips
-    flops = compiled.flops + kernel_flops(programs.run.model, rows, width, remat) // chips
+    flops = program.flops + kernel_flops(programs.run.model, rows, width, remat) // chips
     in_rules = held["parameters"] + held["gradients"]
     most_flops = MOST_FLOPS[case.model] if remat == "dots" else 1.4
     checks = [
@@ -299,10 +300,10 @@ def measure(case: Case, compile_case: Compile) -> CaseResult:
         arguments_bytes=compiled.arguments,
         flops=flops,
         model_flops=needed,
-        moved_bytes=compiled.bytes,
-        least_seconds=least_seconds(target, compiled, flops),
-        collectives=collectives(compiled),
-        kernels=compiled.kernels,
+        moved_bytes=program.bytes,
+        least_seconds=least_seconds(target, program, flops),
+        collectives=collectives(program),
+        kernels=kernels(program),
         compile_seconds=compiled.seconds,
         checks=checks,
     )
@@ -321,7 +322,7 @@ def measure_lengths(platform: str, lengths: Sequence[int], compile_case: Compile
     """Return the temporaries of equally many tokens in rows of each length, and the check that they do not grow."""
     target = "h200x1" if platform == "gpu" else "v5e-1"
     sizes = {
-        width: compile_case(Case(target, "qwen3-0.6b", TOKENS // width, width, layers=4), "dots").temporaries
+        width: compile_case(Case(target, "qwen3-0.6b", TOKENS // width, width, layers=4), "dots").compiled.temporaries
         for width in lengths
     }
     growth = max(sizes.values()) / statistics.median(sizes.values())

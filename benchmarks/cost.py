@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxft
 from aot import Case
+from hlo import Launch, Program, read
 from jaxft.components.programs import PlannedRun
 from jaxft.core.packing import Branches
 from jaxft.core.sharding import make_mesh
@@ -42,7 +43,6 @@ from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.layer_stack import REMATS
 from jaxft.planning import compiler
 from jaxft.planning.compiler import CompilerError
-from jaxft.planning.hlo import Launch, Program, read
 from jaxft.planning.targets import find_target
 from roofline import parameter_count
 

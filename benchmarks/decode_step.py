@@ -12,11 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
+from hlo import Launch, Loop, Program, read
+from hlo_memory import written_bytes
+from hlo_text import VIEWS, Array, Computation, Instruction
 from jaxft.components.programs import PlannedRun
 from jaxft.planning.compiler import Compiled, compile_program
-from jaxft.planning.hlo import Launch, Loop, Program, read
-from jaxft.planning.hlo_memory import written_bytes
-from jaxft.planning.hlo_text import VIEWS, Array, Computation, Instruction
 from jaxft.planning.targets import Target
 
 CACHED_BYTES = 16 * 2**20
@@ -101,12 +101,14 @@ class CompiledStep(NamedTuple):
     """A compiled program.
 
     Attributes:
-        compiled: its figures.
+        compiled: its memory, and the time to compile it.
+        program: its launches, as its optimised HLO has them.
         step: one turn of the loop that decodes; None where it was not asked for, or products are in no loop.
         copies: copies of at least `COPY_SHARE` of the keys of a layer; empty where they were not asked for.
     """
 
     compiled: Compiled
+    program: Program
     step: Step | None = None
     copies: tuple[LargeCopy, ...] = ()
 
@@ -124,14 +126,14 @@ def compile_step(interpreter: Path, run: PlannedRun, target: Target, program: st
     Raises:
         CompilerError: the program needs too much memory, or the compiler failed.
     """
-    if not pool_bytes:
-        return CompiledStep(compile_program(interpreter, run, target, program))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "program.hlo"
         compiled, read_program = compile_program(interpreter, run, target, program, file), read(file.read_text())
+    if not pool_bytes:
+        return CompiledStep(compiled, read_program)
     copies = large_copies(read_program, math.ceil(COPY_SHARE * pool_bytes))
     cached_bytes = CACHED_BYTES if target.chip.platform == "gpu" else 0
-    return CompiledStep(compiled, decode_step(read_program, pool_bytes, cached_bytes), tuple(copies))
+    return CompiledStep(compiled, read_program, decode_step(read_program, pool_bytes, cached_bytes), tuple(copies))
 
 
 def main_loop(program: Program) -> Loop | None:

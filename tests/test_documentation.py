@@ -92,6 +92,7 @@ NOT_RUN = {
     "jaxft finetune --config-file experiments/real/": "needs that model, or a device; .ci/more real runs two",
     "python experiments/tool_use/tool_use.py": "tests/test_tool_use.py runs an agent of it",
     "jaxft plan": "may need the compilers; tests/planning/test_plan.py and test_aot.py have them",
+    "python benchmarks/compiled_run.py": "the same; tests/benchmarks/test_compiled_run.py has its arithmetic",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
     "python experiments/feedback.py": "minutes; .ci/more runs two epochs of it",
     "python experiments/import_style.py": "a minute of compiling; its parts are the core's, which tests/core has",

@@ -14,7 +14,7 @@ from tests.test_scaling import judge
 
 ROOT = Path(__file__).parents[1]
 MODULES = [f"runs.{name}" for name in ("directory", "metrics", "environment", "console", "loggers")]
-MODULES += ["cli", "components", "environments", "hosts.launch", "planning.hlo", "planning.targets", "report.command"]
+MODULES += ["cli", "components", "environments", "hosts.launch", "planning.targets", "report.command"]
 HELP = """
 import contextlib, io, jaxft.cli
 for verb in ([], ["finetune"], ["eval"], ["resume"], ["export"], ["chat"], ["doctor"]):

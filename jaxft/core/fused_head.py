@@ -235,7 +235,7 @@ def _compute(
     base = jnp.maximum(chosen, jnp.finfo(wide).min)  # -inf has no difference from another -inf
     begun = _Pass(jnp.ones((), bool), base, base, none, tuple(kept), zeros, zeros)
     turn = partial(_pass, width, capacity, head, hidden, tokens, temperature)
-    with jax.named_scope("at_most_1"):  # which `planning.hlo` reads: the second turn is an exception
+    with jax.named_scope("at_most_1"):  # which `benchmarks/hlo.py` reads: the second turn is an exception
         last = jax.lax.while_loop(lambda each: each.is_unfinished, turn, begun)
     exponent = (chosen - last.used) / temperature  # of the chosen token: 0 in a single pass
     own = jnp.exp(exponent)

@@ -474,5 +474,5 @@ def _over_chunks(compute: Callable[[Any, Any], tuple[Any, Any]], carry: Any, chu
 
     _, shapes = jax.eval_shape(compute, carry, jax.tree.map(lambda x: x[0], chunks))
     results = jax.tree.map(lambda x: jnp.zeros((number, *x.shape), x.dtype), shapes)
-    with jax.named_scope(f"at_most_{number}"):  # which `planning.hlo` reads
+    with jax.named_scope(f"at_most_{number}"):  # which `benchmarks/hlo.py` reads
         return jax.lax.fori_loop(0, number if count is None else -(-count // width), turn, (carry, results))

@@ -13,6 +13,7 @@ from .ceilings import (
     block_weights as block_weights,
     head_weights as head_weights,
     model_flops as model_flops,
+    projection_shapes as projection_shapes,
     tokens_seen as tokens_seen,
 )
 from .decoder import (

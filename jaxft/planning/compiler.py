@@ -12,7 +12,6 @@ import resource
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -28,7 +27,6 @@ from pydantic import TypeAdapter
 
 from jaxft.components import PlannedRun, Programs, mesh_of_devices, run_from_json
 from jaxft.models import compute_capability
-from jaxft.planning.hlo import read
 from jaxft.planning.targets import Target, find_target
 from jaxft.rollout import first_line, is_out_of_memory
 from jaxft.runs import version
@@ -47,14 +45,12 @@ TPU_ENVIRONMENT = {
 
 
 class Compiled(NamedTuple):
-    """Memory, work and communication of a compiled program, per device.
+    """Memory of a compiled program per device, and the time to compile it.
+
+    The compilers' `cost_analysis()` is left out: for GPUs it says nothing, and for TPUs it counts a scan's body once.
 
     Attributes:
         arguments, outputs, temporaries, aliased: bytes; outputs that are written over arguments are `aliased`.
-        flops: operations of products of matrices, without those of attention kernels.
-        bytes: bytes of device memory read and written.
-        collectives: kind, text of the arrays, devices of a group, times, and bytes of one.
-        kernels: names of the kernels called, and how often.
         seconds: how long it took to compile.
         cpu_seconds: seconds of all cores to trace, lower and compile it, without imports.
     """
@@ -63,10 +59,6 @@ class Compiled(NamedTuple):
     outputs: int
     temporaries: int
     aliased: int
-    flops: int
-    bytes: int
-    collectives: list[tuple[str, str, int, int, int]]
-    kernels: dict[str, int]
     seconds: float
     cpu_seconds: float = 0.0
 
@@ -208,23 +200,13 @@ def lower(request: Mapping[str, Any]) -> Any:
 
 
 def summarize(compiled: Any, seconds: float, cpu_seconds: float) -> Compiled:
-    """Return memory, work and communication of a compiled program, which took so long to compile."""
-    memory, program = compiled.memory_analysis(), read(compiled.as_text())
-    kernels = Counter[str]()
-    for kernel in program.kernels:
-        kernels[kernel.name] += kernel.times
+    """Return the memory of a compiled program, which took so long to compile."""
+    memory = compiled.memory_analysis()
     return Compiled(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
-        flops=program.flops,
-        bytes=program.bytes,
-        collectives=[
-            (each.kind, ", ".join(map(str, each.arrays)), each.group_size, each.times, each.bytes)
-            for each in program.collectives
-        ],
-        kernels=kernels,
         seconds=seconds,
         cpu_seconds=cpu_seconds,
     )

@@ -85,6 +85,7 @@ class UpdateBytes(NamedTuple):
             are exchanged.
         reserved: what the compiler for TPUs counts beside arrays (`BESIDE_HEAP_BYTES`).
         is_unrolled: True without a loop over layers: what is kept of a layer ends when its gradients begin.
+        is_fused: True if the head computes its logits once.
         workspace: cuDNN's sums of a layer's gradients in packed rows, which a compiler without a device leaves out: of
             the queries in float32, and where query heads share a key, of keys and values for each of them.
     """
@@ -102,6 +103,7 @@ class UpdateBytes(NamedTuple):
     layer_weights: int
     reserved: int
     is_unrolled: bool
+    is_fused: bool
     workspace: int
 
     @property
@@ -220,6 +222,7 @@ def update_bytes(
         layer_weights=of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
         is_unrolled=is_unrolled,
+        is_fused=is_fused,
         workspace=0 if segments == 1 else segments * activations.queries // itemsize * of_sums,
     )
 

@@ -1,7 +1,7 @@
 """The plan of a run for accelerators that are not here: memory, work, communication and least times, by `jaxft plan`.
 
-With compilers (`jaxft.planning.compiler`) the figures are the compilers' own. Without, they follow from shapes and
-sharding rules, and are marked as estimated.
+With compilers (`jaxft.planning.compiler`) the memory of programs is the compilers' own. Without, it follows from shapes
+and sharding rules, and is marked as estimated. Work, messages and least times follow from them in either case.
 """
 
 import argparse
@@ -19,11 +19,11 @@ from jaxft.components import PlannedRun, Programs, mesh_shape, planned_run, reso
 from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import run_main
-from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, model_flops
+from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, block_weights, head_weights, model_flops
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import UpdateBytes, sampling_bytes, update_bytes
-from jaxft.planning.flops import kernel_flops, messages
+from jaxft.planning.flops import Message, gradient_flops, messages
 from jaxft.planning.targets import Target, find_target
 from jaxft.runs import Console
 from jaxft.training import peak, phases
@@ -56,7 +56,7 @@ class Plan(NamedTuple):
         rows, width: rows of the largest microbatch over the whole mesh, and tokens of a row.
         is_smallest: True if a microbatch cannot have fewer rows.
         model_flops: operations of a microbatch on each device that count for MFU.
-        kernel_flops: operations of attention kernels in the gradient, which `programs` do not have.
+        flops: operations of its gradient on each device, with those that `remat` and attention kernels compute again.
         parameters, trained_parameters: numbers of parameters.
         versions: versions of jax and of the compilers; empty if estimated.
     """
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
     width: int
     is_smallest: bool
     model_flops: int
-    kernel_flops: int
+    flops: int
     parameters: int
     trained_parameters: int
     versions: dict[str, str]
@@ -111,7 +111,6 @@ def make_plan(
     compile_one = None if interpreter is None else partial(_compile, interpreter, target, show)
     programs, memory, found = _choose_remat(candidates, held, limit, compile_one)
     chips, kernel = sizes[0] * sizes[1] * sizes[2], programs.kernel()
-    of_kernels = 0 if kernel.kernel == "xla" else kernel_flops(run.model, rows, width, programs.run.remat)
     return Plan(
         target=target,
         mesh=sizes,
@@ -126,7 +125,7 @@ def make_plan(
         width=width,
         is_smallest=programs.is_smallest(),
         model_flops=model_flops(run.model, rows, width) // chips,
-        kernel_flops=of_kernels // chips,
+        flops=microbatch_flops(programs) // chips,
         parameters=programs.parameters(),
         trained_parameters=programs.trained_parameters(),
         versions={} if interpreter is None else compiler.versions(interpreter),
@@ -206,6 +205,20 @@ def estimate_update(programs: Programs) -> int:
         return fused.peak
     scores = min(rows * width**2 * run.model.num_heads // programs.sharding.devices, MOST_SCORES)
     return fused.peak + 3 * 4 * scores  # with their weights and their gradient, in float32
+
+
+def microbatch_flops(programs: Programs) -> int:
+    """Return the operations of the gradient of the largest microbatch, over the whole mesh."""
+    run, (rows, width), distillation = programs.run, programs.rows_and_width(), programs.run.adapter.loss.distillation
+    flops = gradient_flops(
+        *(run.model, rows, width, run.remat),
+        lora=run.lora,
+        is_fused=fused_update(programs).is_fused,
+        platform=programs.device.platform,
+    )
+    if run.teacher is None or distillation is None or distillation.is_sampled or distillation.templates:
+        return flops  # a teacher of sampled tokens, or with rows of its own, computes before the gradient
+    return flops + model_flops(run.teacher.model, rows, width) // 3
 
 
 def estimate_sampling(programs: Programs) -> int:
@@ -325,20 +338,51 @@ def lines(made: Plan, run: PlannedRun) -> Iterator[str]:
     for name in made.too_large:
         yield f"{name:<12} the compiler found too little memory for it"
     for name, program in made.programs.items():
-        yield from _program_lines(made, run, name, program)
-    if is_estimated:
-        yield f"{'gradient':<12} {made.model_flops:.3e} flops a chip that count for MFU"
-    if is_estimated or made.target.hosts > 1:
-        yield from _message_lines(made, run)
+        yield (
+            f"{name:<12} arguments {program.arguments / GIB:.3f} GiB, temporaries {program.temporaries / GIB:.3f}, "
+            f"compiled in {program.seconds:.0f} s"
+        )
+    if made.programs:
+        yield f"{'':<12} python benchmarks/compiled_run.py says what they move, call and send"
+    yield from _least_times(made, run)
     if made.fits:
         yield f"fits: {peak(made.memory) / made.limit:.0%} of {made.limit / GIB:.2f} GiB of a chip, at the peak"
 
 
-def _message_lines(made: Plan, run: PlannedRun) -> Iterator[str]:
-    """Yield what a chip receives of others, by the sharding rules, and what that takes at least."""
-    chip, (data, fsdp, _) = made.target.chip, made.mesh
+def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
+    """Yield work and messages of a microbatch and of a sampled token, and what they take at least, by arithmetic."""
+    chip, sent = made.target.chip, _messages(made, run)
+    for each in sent:
+        when = "update" if each.is_per_update else "microbatch"
+        place = f"{each.axis}{' between hosts' if each.crosses_hosts else ''}"
+        yield (
+            f"{'messages':<12} {each.size / 1e6:,.1f} MB a chip for each {when} along {place}: {each.what}, at least "
+            f"{each.least_seconds(chip) * 1e3:,.1f} ms (estimated)"
+        )
+    links = sum(each.least_seconds(chip) for each in sent if not each.is_per_update)
+    seconds = {"arithmetic": made.flops / chip.flops_per_second} | ({"links": links} if links else {})
+    times = " and ".join(f"{value * 1e3:,.1f} ms of {resource}" for resource, value in seconds.items())
+    mfu = made.model_flops / max(seconds.values()) / chip.flops_per_second
+    most = f"; at most {mfu:.0%} MFU" if run.lora is None else ""  # which counts more than a frozen weight needs
+    yield (
+        f"{'microbatch':<12} {made.flops:.3e} flops a chip, {made.flops / made.model_flops:.2f} times the model's; at "
+        f"least {times}{most}"
+    )
     dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
-    sent = messages(
+    weights = run.model.num_layers * block_weights(run.model) + head_weights(run.model)
+    size = weights * jnp.dtype(compute_dtype or dtype).itemsize // made.mesh[2]
+    empty, full = (moved / chip.bytes_per_second * 1e3 for moved in (size, size + made.memory["sampling"]))
+    yield (
+        f"{'sampling':<12} at least {empty:,.1f} ms for a token of each of {run.policy.slots} requests, by memory; "
+        f"{full:,.1f} where every page is read"
+    )
+
+
+def _messages(made: Plan, run: PlannedRun) -> list[Message]:
+    """Return what a chip receives of others, by the sharding rules."""
+    data, fsdp, _ = made.mesh
+    dtype, compute_dtype = resolve_dtypes(run.policy, made.target.chip.platform)
+    return messages(
         run.model,
         made.mesh,
         parameters=made.parameters,
@@ -347,59 +391,6 @@ def _message_lines(made: Plan, run: PlannedRun) -> Iterator[str]:
         compute_bytes=jnp.dtype(compute_dtype or dtype).itemsize,
         chips_per_host=made.target.chips // made.target.hosts,
     )
-    for each in sent:
-        rate = chip.network_bytes_per_second if each.crosses_hosts else chip.link_bytes_per_second
-        when = "update" if each.is_per_update else "microbatch"
-        place = f"{each.axis}{' between hosts' if each.crosses_hosts else ''}"
-        yield (
-            f"{'messages':<12} {each.size / 1e6:,.1f} MB a chip for each {when} along {place}: {each.what}, at least "
-            f"{each.size / rate * 1e3:,.1f} ms (estimated)"
-        )
-
-
-def _program_lines(made: Plan, run: PlannedRun, name: str, program: Compiled) -> Iterator[str]:
-    flops = program.flops + (made.kernel_flops if name == "gradient" else 0)
-    seconds = least_seconds(made.target, program, flops)
-    limit = max(seconds, key=lambda resource: seconds[resource])
-    yield (
-        f"{name:<12} arguments {program.arguments / GIB:.3f} GiB, temporaries {program.temporaries / GIB:.3f}, "
-        f"{flops:.3e} flops, {program.bytes / 1e9:,.1f} GB moved, compiled in {program.seconds:.0f} s"
-    )
-    each = ", ".join(f"{resource} {value * 1e3:,.1f} ms" for resource, value in seconds.items())
-    yield f"{'':<12} at least {seconds[limit] * 1e3:,.1f} ms on a chip, by {limit}: {each}"
-    if name == "gradient" and run.lora is None:  # a frozen weight needs fewer operations than MFU counts
-        ratio, mfu = flops / made.model_flops, made.model_flops / seconds[limit] / made.target.chip.flops_per_second
-        yield f"{'':<12} {ratio:.2f} times the model's flops; at most {mfu:.0%} MFU"
-    for kernel, times in program.kernels.items():
-        yield f"{'':<12} kernel {kernel}: {times} times"
-    for kind, (times, size) in collectives(program).items():
-        yield f"{'':<12} {kind}: {times} times, {size / 1e6:,.1f} MB in all"
-
-
-def collectives(program: Compiled) -> dict[str, tuple[int, int]]:
-    """Return how often each kind of message between chips is sent, and its bytes in all."""
-    found: dict[str, tuple[int, int]] = {}
-    for kind, _, _, times, size in program.collectives:
-        count, total = found.get(kind, (0, 0))
-        found[kind] = count + times, total + times * size
-    return found
-
-
-def least_seconds(target: Target, program: Compiled, flops: int) -> dict[str, float]:
-    """Return the least times of a program by the chip's limits: arithmetic, memory, and links to other chips.
-
-    A ring sends `(n - 1) / n` of an array that is gathered or scattered over n chips, and twice that of a sum. A
-    group of more chips than a host has is as slow as the network between hosts. Which chips a smaller group has is not
-    known, and it counts as within a host: the lines of `messages` are more exact there.
-    """
-    chip, links = target.chip, 0.0
-    for kind, _, group, times, size in program.collectives:
-        share = (group - 1) / group if group > 1 else 0.0
-        is_within = group <= target.chips // target.hosts
-        rate = chip.link_bytes_per_second if is_within else chip.network_bytes_per_second
-        links += times * size * share * (2 if kind == "all-reduce" else 1) / rate
-    seconds = {"arithmetic": flops / chip.flops_per_second, "memory": program.bytes / chip.bytes_per_second}
-    return seconds | ({"links": links} if links else {})
 
 
 def advice(made: Plan, run: PlannedRun) -> list[str]:

@@ -24,7 +24,7 @@ PLAN = Verb(
     description="""Says what a run needs of accelerators that are not here: memory, work, messages and least times.
 
 The compilers for GPUs and TPUs compile the run's programs for them, without a device; scripts/make_compilers.sh gets
-them. Without compilers, figures follow from shapes and sharding rules, and are marked as estimated.""",
+them. Without compilers, memory follows from shapes and sharding rules, and is marked as estimated.""",
     add_arguments=plan_arguments,
     run="jaxft.planning.plan:run",  # imports jax
 )

@@ -7,9 +7,20 @@ import pytest
 import aot
 import aot_engine
 from aot import CASES, Case, CaseResult, Results, case_text, lengths_text, main, measure, measure_lengths
+from decode_step import CompiledStep
+from hlo import Collective, Kernel, Launch, Program
+from hlo_text import Array
 from jaxft.models.layer_stack import REMATS
 from jaxft.planning.compiler import Compiled, CompilerError
 
+PROGRAM = Program(
+    (
+        Launch("dot", "dot", (), 1, flops=10**12, reads=(10**9,)),
+        Launch("gather", "all-gather", (), 4, collectives=(Collective("all-gather", (Array("bf16", (8,)),), 8, 4),)),
+        Launch("mha_forward", "custom-call", (), 2, kernels=(Kernel("triton", "mha_forward", 2),)),
+    ),
+    (),
+)
 SMALL = Case("h100x8", "qwen3-0.6b", 2, 1024, layers=2)
 
 
@@ -22,8 +33,7 @@ def answer(temporaries):
             raise CompilerError("RESOURCE_EXHAUSTED", is_out_of_memory=True)
         held = case.programs(remat).held()
         arguments = held["parameters"] + held["gradients"] + aot.batch_bytes(case.rows * case.width)
-        gather = "all-gather", "bf16[8]", 8, 4, 16
-        return Compiled(arguments, 0, size, 0, 10**12, 10**9, [gather], {"mha_forward": 2}, 1.0)
+        return CompiledStep(Compiled(arguments, 0, size, 0, 1.0), PROGRAM)
 
     return compile_case
 
@@ -44,7 +54,8 @@ def test_the_first_policy_that_fits_is_taken():
     assert result.remat == "attention"
     assert result.tried == {"none": None, "dots": None, "projections": limit, "attention": 10**9}
     assert result.memory["update"] == 10**9
-    assert result.collectives == {"all-gather": (4, 64)}
+    assert result.collectives == {"all-gather": (4, 64)} and result.kernels == {"mha_forward": 2}
+    assert result.moved_bytes == 10**9 and result.flops > 10**12
     verdicts = {check.name: check.is_met() for check in result.checks}
     assert verdicts["memory / limit"] and verdicts["arguments beyond parameters, gradients and batch, relative"]
     assert "attention" in case_text(result) and "[reached] memory / limit" in case_text(result)

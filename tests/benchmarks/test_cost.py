@@ -3,7 +3,7 @@
 import pytest
 
 from cost import REACHED, Cost, costs, main, times_text
-from jaxft.planning.hlo import Kernel, Launch, Program
+from hlo import Kernel, Launch, Program
 
 H100 = REACHED["h100"]
 BODY = "jit(gradient)/transpose(jvp(layers))/while/body/dot_general"

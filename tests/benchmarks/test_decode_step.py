@@ -1,7 +1,7 @@
 """A step of decoding, read from programs with pages of keys: one written by hand, two as compilers made them.
 
 The latter are one layer and a head with the widths of Qwen3-0.6B and a small vocabulary, for 32 rows
-(`tests/planning/data`, from which kernels' code, source locations and tuning were cut).
+(`data`, from which kernels' code, source locations and tuning were cut).
 """
 
 from pathlib import Path
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from decode_step import CACHED_BYTES, LargeCopy, decode_step, large_copies, main_loop
-from jaxft.planning.hlo import read
+from hlo import read
 
-DATA = Path(__file__).parents[1] / "planning" / "data"
+DATA = Path(__file__).parent / "data"
 PAGES = "bf16[2,64,64,16]{3,2,1,0}"  # [kv heads, pages, tokens, head width]: 256 KiB
 POOL_BYTES = 2 * 64 * 64 * 16 * 2
 TABLE = "s32[4,16]{1,0}"

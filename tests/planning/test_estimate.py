@@ -1,29 +1,26 @@
 """Estimated memory and operations of updates against figures of compilers, and against numbers computed by hand.
 
-`data/compiled_updates.json` has, for each case, what `memory_analysis()` and the reader of HLO said of the program that
-jaxft compiles: `gradient` of `Update.programs`, `prefill` and `decode` of `ModelRunner.programs`. Weights are sharded
-over all chips of the target (`fsdp`); parameters are float32, with adapters (rank 16) the base is bfloat16; products
-are bfloat16. Rows are those of the whole mesh. Rows of DPO are not packed, nor those of models with windows on GPUs.
-Models are presets, or those of `benchmarks/published.py`, some with fewer layers. Cases not marked `is_fused` have the
-head in chunks of tokens, and scan the layers also on GPUs.
+`data/compiled_updates.json` has, for each case, what `memory_analysis()` and `benchmarks/hlo.py` said of the program
+that jaxft compiles: `gradient` of `Update.programs`, `prefill` and `decode` of `ModelRunner.programs`. Weights are
+sharded over all chips of the target (`fsdp`); parameters are float32, with adapters (rank 16) the base is bfloat16;
+products are bfloat16. Rows are those of the whole mesh. Rows of DPO are not packed, nor those of models with windows on
+GPUs. Models are presets, or those of `benchmarks/published.py`, some with fewer layers. Cases not marked `is_fused`
+have the head in chunks of tokens, and scan the layers also on GPUs.
 """
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxft.core.logprobs import default_chunk_tokens
 from jaxft.core.sharding import AXES
-from jaxft.models.ceilings import head_weights, projection_shapes
 from jaxft.models.config import LoraSpec, model_preset
 from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.layer_stack import REMATS
 from jaxft.planning.estimate import sampling_bytes, update_bytes
-from jaxft.planning.flops import kernel_flops
+from jaxft.planning.flops import gradient_flops, kernel_flops
 from jaxft.planning.targets import find_target
 from published import CONFIGS, published
 
@@ -59,40 +56,6 @@ def setting(case):
     )
 
 
-def update_flops(config, rows, tokens, remat, lora=None, is_fused=False):
-    """Operations of the gradient of `rows` rows, attention kernels included; devices of a `tensor` axis share them.
-
-    A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
-    pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention`,
-    `full` and `least` those of attention as well. The gradient of a norm of outputs needs the result of the last, which
-    all but `none` recompute; no other does. The logits are computed twice, but by a fused head once, with which layers
-    of GPUs are unrolled: then nothing computes the gradient of a frozen embedding.
-    """
-    shapes = projection_shapes(config)
-    kept = {"dots": tuple(shapes), "projections": tuple(path for path in shapes if path.startswith("self_attn"))}
-    recomputed = set() if remat == "none" else set(shapes) - set(kept.get(remat, ())) - {"mlp/down_proj"}
-    if remat != "none" and config.norm_places != "before":
-        recomputed.add("mlp/down_proj")
-    of_token = 0
-    for path, (inputs, outputs) in shapes.items():
-        passes = (2 if lora is not None else 3) + (path in recomputed)
-        of_token += 2 * passes * inputs * outputs
-        if lora is not None and lora.is_target(path):
-            again = inputs if remat != "none" else 0  # the inner product is read by a gradient
-            again += outputs if path in recomputed else 0
-            of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
-    head = 2 * ((3 if lora is not None else 4) - is_fused) * head_weights(config)
-    scored = rows * (tokens - 1)
-    if remat == "least":  # whole chunks, which older records have not
-        chunks = math.ceil(scored / default_chunk_tokens(config.vocab_size, scored, "gpu", is_partial=False))
-        scored = chunks * 64 * math.ceil(scored / chunks / 64)
-    products = rows * tokens * config.num_layers * of_token + scored * head
-    if lora is not None and is_fused:
-        inputs = ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj")
-        products -= rows * tokens * sum(2 * math.prod(shapes[path]) for path in inputs)
-    return products + kernel_flops(config, rows, tokens, remat)
-
-
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_temporaries_of_updates_are_within_a_quarter_of_the_compilers(name):
     assert update_bytes(**setting(CASES[name])).peak == pytest.approx(CASES[name]["temp_bytes"], rel=0.25)
@@ -112,7 +75,8 @@ def test_products_of_updates_are_those_of_the_compiled_program(name):
     given = setting(CASES[name])
     config, tokens, remat = given["config"], given["tokens"], given["remat"]
     rows = given["rows"] // given["sharding"].row_shards
-    whole = update_flops(config, rows, tokens, remat, given["lora"], given["is_scored_alone"])
+    is_fused = given["is_scored_alone"]
+    whole = gradient_flops(config, rows, tokens, remat, lora=given["lora"], is_fused=is_fused)
     products = whole - kernel_flops(config, rows, tokens, remat)
     assert products == pytest.approx(CASES[name]["flops"], rel=0.002)
 
@@ -188,11 +152,11 @@ def test_norms_of_outputs_need_the_outputs():
     assert both_bytes - before_bytes == 2 * 8 * 2048 * 1024 * 2  # two more arrays of 8 x 2,048 tokens in bfloat16
     down = 2 * 28 * 1024 * 3072
     for remat, again in (("none", 0), ("dots", down), ("projections", down), ("attention", down), ("full", down)):
-        assert update_flops(both, 1, 1, remat) - update_flops(config, 1, 1, remat) == again
+        assert gradient_flops(both, 1, 1, remat) - gradient_flops(config, 1, 1, remat) == again
 
 
 def test_operations_of_a_full_recomputation():
     config = model_preset("qwen3-0.6b")
-    kept, again = (update_flops(config, 1, 4, remat) for remat in ("dots", "full"))
+    kept, again = (gradient_flops(config, 1, 4, remat) for remat in ("dots", "full"))
     forward = 28 * (4 * 2 * (2 * 1024 * (2048 + 1024) + 2 * 1024 * 3072) + 4 * 2048 * (1 + 2 + 3 + 4))
     assert again - kept == forward

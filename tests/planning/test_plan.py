@@ -17,7 +17,7 @@ from jaxft.models.flash import PACKED_SINCE, Choice
 from jaxft.planning import compiler
 from jaxft.planning import plan as plan_module
 from jaxft.planning.compiler import Compiled, apply_cudnn_limits
-from jaxft.planning.plan import Plan, advice, collectives, least_seconds, lines
+from jaxft.planning.plan import Plan, advice, lines
 from jaxft.planning.targets import TARGETS, find_target
 from jaxft.training import learner as learner_module
 
@@ -128,6 +128,8 @@ def test_a_plan_without_compilers_is_estimated(planned, capsys):
     assert "   0.278 GiB  gradients\n" in shown
     assert "   1.750 GiB  sampling\n" in shown  # 64 x 2,048 tokens of 112 KiB over 8 chips
     assert "(estimated)" in shown and "(auto)" in shown
+    # What the compiler for a v5e makes of 8 rows a chip, 1.18 and 421 ms, stands in docs/accelerators.md.
+    assert "1.18 times the model's; at least 420.9 ms of arithmetic and 15.6 ms of links" in shown
 
 
 def test_a_plan_for_many_hosts_says_what_is_sent(planned, capsys):
@@ -216,10 +218,7 @@ def answer(sizes, arguments, request):
     size = sizes.get((request["program"], request["run"]["policy"]["remat"]), sizes.get(request["program"], 0))
     if isinstance(size, str):
         return {"error": size, "is_out_of_memory": "RESOURCE" in size}
-    return {
-        "arguments": 1, "outputs": 1, "temporaries": size, "aliased": 0, "flops": 10**13, "bytes": 10**9,
-        "collectives": [], "kernels": {}, "seconds": 1.0,
-    }  # fmt: skip
+    return {"arguments": 1, "outputs": 1, "temporaries": size, "aliased": 0, "seconds": 1.0}
 
 
 def test_compilers_that_are_not_there_are_one_line(planned, capsys, monkeypatch):
@@ -251,8 +250,7 @@ if sys.argv[-1] != "compile":
     print(json.dumps({"jax": "9.9"}))
 else:
     json.load(sys.stdin)
-    print(json.dumps(dict(arguments=1, outputs=1, temporaries=1, aliased=0, flops=10**13, bytes=10**9,
-                          collectives=[], kernels={}, seconds=1.0)))
+    print(json.dumps(dict(arguments=1, outputs=1, temporaries=1, aliased=0, seconds=1.0)))
 """
 
 
@@ -266,22 +264,8 @@ def test_every_target_has_a_topology():
         assert product == target.chips or target.chips == 1
 
 
-GRADIENT = Compiled(
-    arguments=2**30,
-    outputs=2**29,
-    temporaries=4 * 2**30,
-    aliased=2**29,
-    flops=197 * 10**11,  # 0.1 s on a v5e
-    bytes=819 * 10**8,  # 0.1 s
-    collectives=[
-        ("all-gather", "bf16[8,8]", 8, 10, 800_000_000),  # 7/8 of 8 GB over links of 200 GB/s: 0.035 s
-        ("all-reduce", "f32[8]", 8, 1, 400_000_000),  # twice 7/8 of 0.4 GB: 0.0035 s
-        ("collective-permute", "f32[8]", 1, 1, 1_000),
-    ],
-    kernels={"splash": 2},
-    seconds=40.0,
-)
-STEP = GRADIENT._replace(temporaries=0, flops=0, bytes=819 * 10**6, collectives=[])
+GRADIENT = Compiled(2**30, 2**29, 4 * 2**30, aliased=2**29, seconds=40.0)
+STEP = GRADIENT._replace(temporaries=0)
 RUN_OF_V5E = PlannedRun(
     LocalPolicyConfig(path="model", mesh=MeshConfig(data=1, fsdp=8)),
     LocalTrainerAdapterConfig(llm="policy", microbatch_tokens=131072),
@@ -308,20 +292,13 @@ def made_plan(**changes):
         rows=64,
         width=2048,
         is_smallest=False,
-        model_flops=197 * 10**11,
-        kernel_flops=197 * 10**11 // 4,
+        model_flops=197 * 10**11,  # 0.1 s on a v5e
+        flops=197 * 10**11 * 5 // 4,
         parameters=596_049_920,
         trained_parameters=596_049_920,
         versions={"jax": "0.10.2"},
     )
     return made._replace(**changes)
-
-
-def test_least_times_follow_from_the_limits_of_the_chip():
-    seconds = least_seconds(find_target("v5e-8"), GRADIENT, GRADIENT.flops)
-    assert seconds == pytest.approx({"arithmetic": 0.1, "memory": 0.1, "links": 0.0385})
-    assert "links" not in least_seconds(find_target("v5e-8"), STEP, 0)
-    assert collectives(GRADIENT)["all-gather"] == (10, 8_000_000_000)
 
 
 def test_a_plan_is_told_in_lines():
@@ -331,10 +308,12 @@ def test_a_plan_is_told_in_lines():
     assert "10.000 GiB  in all in the update, 62% of 16.00" in text
     assert "3.000 GiB  checkpoint\n" in text and "1.000 GiB  export\n" in text
     assert "7.000 GiB  in all in the rollout, 44% of 16.00" in text
-    assert "2.462e+13 flops, 81.9 GB moved, compiled in 40 s" in text
-    assert "at least 125.0 ms on a chip, by arithmetic" in text
-    assert "1.25 times the model's flops; at most 80% MFU" in text
-    assert "all-gather: 10 times, 8,000.0 MB in all" in text
+    assert "arguments 1.000 GiB, temporaries 4.000, compiled in 40 s" in text
+    assert "2.462e+13 flops a chip, 1.25 times the model's; at least 125.0 ms of arithmetic" in text
+    # 596 M parameters of bfloat16 over links of 200 GB/s: 7/8 of them twice, and of their gradients once.
+    assert "of arithmetic and 15.6 ms of links; at most 80% MFU" in text
+    # Weights of 596 M numbers in bfloat16, then 2 GiB of pages, at 819 GB/s.
+    assert "at least 1.5 ms for a token of each of 64 requests, by memory; 4.1 where every page is read" in text
     assert text.splitlines()[-1].startswith("fits: 62% of 16.00 GiB")
     assert "fits" not in "\n".join(lines(made_plan(limit=9 * 2**30), RUN_OF_V5E))  # the error says so
     hosts = "\n".join(lines(made_plan(target=find_target("v5e-16")), RUN_OF_V5E))

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import pytest
 
 from decode_step import accesses, rearranged
-from jaxft.planning.hlo import read
-from jaxft.planning.hlo_text import Array
+from hlo import read
+from hlo_text import Array
 
 DATA = Path(__file__).parent / "data"
 

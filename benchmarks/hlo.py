@@ -28,8 +28,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
-from jaxft.planning.hlo_memory import read_bytes, written_bytes
-from jaxft.planning.hlo_text import COLLECTIVES, VIEWS, Array, Computation, Instruction, braced, numbers, parse
+from hlo_memory import read_bytes, written_bytes
+from hlo_text import COLLECTIVES, VIEWS, Array, Computation, Instruction, braced, numbers, parse
 
 
 class Loop(NamedTuple):

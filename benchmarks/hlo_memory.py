@@ -1,11 +1,11 @@
 """Device memory that an instruction of optimised HLO reads and writes.
 
-`jaxft.planning.hlo` says by which rules.
+`hlo.py` says by which rules.
 """
 
 import re
 
-from jaxft.planning.hlo_text import VIEWS, Instruction, braced, numbers
+from hlo_text import VIEWS, Instruction, braced, numbers
 
 SLICES = ("slice", "dynamic-slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
