@@ -5,7 +5,7 @@ from .addresses import (
     is_loopback as is_loopback,
 )
 from .checkpointing import (
-    find_changes as find_changes,
+    changed_settings as changed_settings,
 )
 from .commands import (
     open_models as open_models,
@@ -14,7 +14,6 @@ from .config import (
     EvalConfig as EvalConfig,
     EvalGeneralConfig as EvalGeneralConfig,
     ValidationConfig as ValidationConfig,
-    resolved_yaml as resolved_yaml,
     config_secrets as config_secrets,
 )
 from .config_merge import (

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from jaxft import runs
 from jaxft.errors import CheckpointError, ConfigError, RestoreError
 from jaxft.harness.config import Config, resolved_yaml
+from jaxft.harness.config_merge import OUTPUT_DIR
 from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.functions import Function
@@ -293,19 +294,30 @@ def find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     return changes
 
 
-def saved_config(directory: RunDirectory) -> dict[str, Any]:
-    """Return the recorded configuration of a run as plain values.
+def saved_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration that a run directory records, as plain values.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    file = directory.path / CONFIG_FILE
+    file = folder / CONFIG_FILE
     try:
         return parse_yaml(file.read_text("utf-8"), str(file))
     except OSError as error:
         raise ConfigError(
             [f"{file}: cannot be read ({error.strerror}), and no run can be resumed without it"]
         ) from None
+
+
+def changed_settings(folder: Path, config: Config) -> Changes:
+    """Return the differences between the configuration that a run directory records and `config`.
+
+    Raises:
+        ConfigError: the recorded configuration cannot be read.
+    """
+    changes = find_changes(saved_config(folder), parse_yaml(resolved_yaml(config), "the configuration"))
+    changes.pop(OUTPUT_DIR, None)  # the same directory by another name, or moved
+    return changes
 
 
 def check_changes(directory: RunDirectory, config: Config) -> Changes:
@@ -315,9 +327,7 @@ def check_changes(directory: RunDirectory, config: Config) -> Changes:
         ConfigError: a path of `IMMUTABLE` differs, a function has changed and its new digest is not given, or the
             recorded configuration cannot be read.
     """
-    now = parse_yaml(resolved_yaml(config), "the configuration")
-    changes = find_changes(saved_config(directory), now)
-    changes.pop("finetuning.output_dir", None)  # the same directory by another name, or moved
+    changes = changed_settings(directory.path, config)
     faults = [
         f"{path}: was {_show_value(old)} and is {_show_value(new)}: a resumed run keeps the value it was started with"
         for path, (old, new) in changes.items()

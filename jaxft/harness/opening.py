@@ -92,7 +92,7 @@ async def open_session(
         with _told_at_the_end(checkpointing, directory, shown_on, shutdown):
             is_continued = resume and (directory.holds(CONFIG_FILE) or is_run(directory.path))
             if is_continued:  # its defaults may have been others
-                config.resolve(saved_config(directory))
+                config.resolve(saved_config(directory.path))
             async with Builder(_config_of_process(config), directory, shown_on) as builder:
                 has_loggers = config.finetuning.enabled and output_dir is None
                 about = await _prepare(config, builder, checkpointing, shutdown, has_loggers, is_continued=is_continued)

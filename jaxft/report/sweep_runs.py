@@ -219,16 +219,12 @@ def check_runs(runs: Sequence[GridRun], parsed: argparse.Namespace) -> tuple[lis
 
 
 def _changes(config: Config) -> list[str]:
-    recorded = config.finetuning.output_dir / CONFIG_FILE
-    if not recorded.is_file():
-        return []
-    with hiding(harness.config_secrets(config) | secrets_of_environment()):
-        now = harness.parse_yaml(harness.resolved_yaml(config), "the configuration")
+    folder = config.finetuning.output_dir
     try:
-        changes = harness.find_changes(harness.parse_yaml(recorded.read_text("utf-8"), str(recorded)), now)
-    except (OSError, ValueError) as error:
-        return [f"{CONFIG_FILE} cannot be read: {error}"]
-    changes.pop(harness.OUTPUT_DIR, None)  # the same directory by another name
+        with hiding(harness.config_secrets(config) | secrets_of_environment()):
+            changes = harness.changed_settings(folder, config) if (folder / CONFIG_FILE).is_file() else {}
+    except ValueError as error:
+        return [str(error)]
     return [f"{path} {_show_value(old)} -> {_show_value(new)}" for path, (old, new) in changes.items()]
 
 
