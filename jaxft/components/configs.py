@@ -88,15 +88,21 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         default=(),
         description="Keys of the checkpoint's config.json that change no arithmetic, though jaxft does not know them.",
     )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
         default="auto",
         description="Type of the parameters. auto: float32, but bfloat16 for the frozen base of adapters on GPUs and "
-        "TPUs.",
+        "TPUs. int8, with lora: the kernels of the frozen base, to train and to sample with; its rest is as with auto.",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
         default="auto",
         description="Type of products, activations, keys and values, and of the weights to sample with. auto: bfloat16 "
         "on GPUs and TPUs, that of the parameters on CPUs. null: that of the parameters.",
+    )
+    sampling_dtype: Literal["int8", "fp8"] | None = Field(
+        default=None,
+        description="Type of the kernels to sample with, made of the parameters after each update, with a scale for "
+        "each output channel; embedding, head, norms, activations, keys and values stay in compute_dtype. null: "
+        "compute_dtype.",
     )
     remat: Literal["auto", "none", "dots", "projections", "attention", "full", "least"] = Field(
         default="auto",
@@ -181,6 +187,10 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
                 raise config_error(
                     "needs 'path' (a checkpoint), 'preset' (the shape of a model of random weights) or 'snapshot_of'"
                 )
+            if self.dtype == "int8" and self.lora is None:
+                raise config_error("has dtype int8, in which nothing can be trained: set lora, or dtype float32")
+            if self.dtype == "int8" and self.sampling_dtype is not None:
+                raise config_error("has sampling_dtype, but with dtype int8 the base is in eight bits: leave it out")
             return self
         if self.adapter is not None and self.every is not None:
             raise config_error("has 'every' beside 'adapter': adapters stay as they are, leave it out")

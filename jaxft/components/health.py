@@ -18,7 +18,7 @@ ANSWER_TOKENS = "answer_tokens"
 MAX_SAMPLER_DIFF = {"float32": 1e-3}
 """Nats per token between a healthy sampler and the trainer, on average, by the dtype of products."""
 MAX_ROUNDED_DIFF = 0.05
-"""The same for narrower dtypes: on GPUs 0.01 was healthy in bfloat16."""
+"""The same for narrower dtypes: on GPUs 0.01 was healthy in bfloat16, and 0.01 on a CPU with kernels in int8."""
 COMPARED = ("entropy", "reward_mean", "reward_min", "truncated_fraction", ANSWER_TOKENS)
 """Metrics that are compared with those of the first epochs; named rewards are, too."""
 
@@ -177,7 +177,10 @@ def missing_signal(metrics: Metrics, baseline: Baseline) -> str | None:
     return f"the rewards of {without:.0f} of {groups:.0f} groups are equal, which teaches nothing (mean {reward:.3g})"
 
 
-@_trouble("sampler mismatch", "set compute_dtype to float32 if it is not, or loss.correction.name to token_truncate")
+@_trouble(
+    "sampler mismatch",
+    "leave sampling_dtype out, set compute_dtype to float32, or loss.correction.name to token_truncate",
+)
 def sampler_mismatch(metrics: Metrics, baseline: Baseline) -> str | None:
     """Return a sentence if sampler and trainer differ by more than their dtype explains on fresh samples; else None."""
     difference = metrics["sampler_logprob_diff_mean"]
@@ -201,7 +204,7 @@ class Health:
     """Follows the epochs of a run.
 
     Attributes:
-        dtype: dtype of the policy's products, which decides how far sampler and trainer may differ.
+        dtype: the policy's `sampling_dtype`, or that of products: it decides how far sampler and trainer may differ.
 
     >>> health = Health()
     >>> epochs = [{"groups": 8, "no_signal_groups": 8, "reward_mean": 0.0, "reward_max": 0.0}] * PATIENCE

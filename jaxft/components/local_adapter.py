@@ -117,6 +117,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         self.learner = self._make_learner()
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
+        if policy.model.sampling_dtype is not None and adapter_config.loss.is_policy_loss:
+            self._check_correction("sampling_dtype", policy.model.sampling_dtype, "other weights'")
         self._model_card = model_card
         self._has_warned = False
         self._jobs: dict[str, Job] = {}
@@ -155,14 +157,6 @@ class LocalTrainerAdapter(TrainerAdapter):
                 `old_logprobs` nor `policy_weights`), or several processes are to be more than one version behind.
         """
         loss = self.adapter_config.loss
-        function, is_uncorrected = loss.function, loss.correction is None and not loss.has_ratio
-        if function is not None and is_uncorrected and not function.takes("policy_weights"):
-            raise ConfigError(
-                [
-                    f"max_staleness: is {max_staleness}, but {function.place} takes neither old_logprobs nor "
-                    "policy_weights, by which a loss is corrected: take one, or set loss.correction to {name: none}"
-                ]
-            )
         if not loss.is_policy_loss:
             raise ConfigError(
                 [f"max_staleness: is {max_staleness}, but loss {loss.name!r} has no correction: set it to 0"]
@@ -175,11 +169,28 @@ class LocalTrainerAdapter(TrainerAdapter):
                 ]
             )
         self.max_staleness, self.samples_beside = max_staleness, True
+        self._check_correction("max_staleness", max_staleness, "earlier weights'")
         self.learner = self._make_learner(max_staleness=max_staleness)
+
+    def _check_correction(self, field: str, value: Any, whose: str) -> None:
+        """Raise unless something corrects the loss for samples that differ by a field, and warn if nothing is to.
+
+        Raises:
+            ConfigError: the loss is a function that takes neither `old_logprobs` nor `policy_weights`.
+        """
+        loss = self.adapter_config.loss
+        function, is_uncorrected = loss.function, loss.correction is None and not loss.has_ratio
+        if function is not None and is_uncorrected and not function.takes("policy_weights"):
+            raise ConfigError(
+                [
+                    f"{field}: is {value}, but {function.place} takes neither old_logprobs nor policy_weights, by "
+                    "which a loss is corrected: take one, or set loss.correction to {name: none}"
+                ]
+            )
         if loss.correction is not None and loss.correction.name == "none":
             self._warn(
-                f"warning: loss.correction is none with max_staleness {max_staleness}: the gradient is that of earlier "
-                "weights' samples, and biased"
+                f"warning: loss.correction is none with {field} {value}: the gradient is that of {whose} samples, and "
+                "biased"
             )
 
     async def pin_weights(self, *, finishes_requests: bool = True) -> None:
@@ -257,7 +268,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         distillation = self.adapter_config.loss.distillation
         if distillation is not None and distillation.templates:
             data = with_teacher_rows(data, distillation, llm, template, self.policy.engine.max_context_tokens)
-        correction = self.adapter_config.loss.for_staleness(self.max_staleness).correction
+        correction = self.learner.loss.correction
         if data.sampled.is_penalized.any() and (correction is None or correction.name == "sequence_geometric_mask"):
             raise TrajectoryError(
                 f"{data.sampled.is_penalized.mean():.1%} of tokens were drawn with presence_penalty, frequency_penalty "

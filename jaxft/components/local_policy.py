@@ -8,24 +8,26 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, LoraConfig, MeshConfig
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import AXES, Sharding, compute_devices, compute_platform, connect, make_mesh, spans_processes
+from jaxft.core.types import Params
 from jaxft.errors import ComponentError, ConfigError, HostsError, one_line
 from jaxft.files import home_path
 from jaxft.harness.config import Config
 from jaxft.harness.registry import LLMConfig
 from jaxft.hosts.group import process_group
-from jaxft.models.config import DecoderConfig, model_preset
+from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
 from jaxft.models.decoder import parameter_shapes
 from jaxft.models.decoder_sharding import parameters_table, sharding_for
+from jaxft.models.flash import compute_capability
 from jaxft.models.gguf import config_file
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
 from jaxft.models.load import Lora, init_model, load_beside, load_model, lora_spec, on_mesh
+from jaxft.models.quantized import with_quantized_kernels
 from jaxft.rollout.chat import find_stop_ids
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
@@ -66,10 +68,13 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
     check_vocabulary(tokenizer, shape)  # before weights are read, and so is the next
     check_loss(name, config, builder.config)
     mesh, sampler_mesh = await _connected_meshes(name, config)
-    dtype, compute_dtype = resolve_dtypes(config, compute_platform(None if mesh is None else Sharding(mesh)))
+    device = compute_devices(None if mesh is None else Sharding(mesh))[0]
+    dtype, compute_dtype = resolve_dtypes(config, device.platform)
+    check_sampling_dtype(config, device)
+    of_sampler: dict[str, Any] = {"compute_dtype": compute_dtype, "sampling_dtype": config.sampling_dtype}
     options: dict[str, Any] = {
         "dtype": dtype,
-        "compute_dtype": compute_dtype,
+        **of_sampler,
         "remat": "dots" if config.remat == "auto" else config.remat,  # the adapter chooses
         "lora": lora_option(config.lora),
     }
@@ -84,9 +89,9 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
             params = jax.device_put(params, compute_devices(None)[0])
     sampler = None
     if sampler_mesh is not None and config.sampler_mesh is not None:
-        sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype)
+        sampler = on_mesh(model, sampler_mesh, **of_sampler)
     elif mesh is not None and spans_processes(model.sharding):
-        sampler = on_mesh(model, sampling_mesh(mesh), compute_dtype=compute_dtype)
+        sampler = on_mesh(model, sampling_mesh(mesh), **of_sampler)
     policy = Policy(
         model,
         params,
@@ -230,7 +235,24 @@ def resolve_dtypes(config: LocalPolicyConfig, platform: str) -> tuple[str, str |
     is_fast, has_adapters = platform != "cpu", config.lora is not None
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if is_fast and has_adapters else "float32"
     compute_dtype = config.compute_dtype if config.compute_dtype != "auto" else "bfloat16" if is_fast else None
-    return dtype, compute_dtype
+    return dtype, compute_dtype or ("float32" if dtype == "int8" else None)
+
+
+FP8_SINCE = (8, 9)
+"""Compute capability of the first of NVIDIA's GPUs with fp8. For others XLA writes the kernels in bfloat16 first."""
+
+
+def check_sampling_dtype(config: LocalPolicyConfig, device: Any) -> None:
+    """Raise unless a device, of jax or planned for, has products with kernels of `sampling_dtype`.
+
+    Raises:
+        ValueError: it is fp8, and the device has none.
+    """
+    if config.sampling_dtype == "fp8" and device.platform != "tpu" and compute_capability(device) < FP8_SINCE:
+        raise ValueError(
+            f"sampling_dtype is fp8, which {device.device_kind} does not have; wanted int8, or one of NVIDIA's GPUs "
+            "from Ada and Hopper on, or a TPU"
+        )
 
 
 def choices(config: LocalPolicyConfig) -> dict[str, str]:
@@ -245,7 +267,9 @@ def choices(config: LocalPolicyConfig) -> dict[str, str]:
         own = {"every": str(config.snapshot_every)} if config.adapter is None else {"adapter": str(config.adapter)}
         return {"snapshot_of": config.snapshot_of, **own}
     mesh, _ = make_meshes(config)
-    platform = compute_platform(None if mesh is None else Sharding(mesh))
+    device = compute_devices(None if mesh is None else Sharding(mesh))[0]
+    check_sampling_dtype(config, device)
+    platform = str(device.platform)
     dtype, compute_dtype = resolve_dtypes(config, platform)
     remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen when training begins"
     return {"platform": platform, "dtype": dtype, "compute_dtype": compute_dtype or dtype, "remat": remat}
@@ -354,9 +378,17 @@ def sharding_table(config: LocalPolicyConfig) -> str | None:
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
     mesh = make_meshes(config)[0] if min(sizes) < 1 else AbstractMesh(sizes, AXES)
     assert mesh is not None
-    dtype = jnp.dtype(resolve_dtypes(config, compute_platform(Sharding(mesh)))[0])
-    sharding = sharding_for(shape, mesh)
-    params = parameter_shapes(shape, lora_spec(lora_option(config.lora)))
-    base = params.get(BASE, params)
-    base = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), base)  # adapters are float32
-    return parameters_table({**params, BASE: base} if BASE in params else base, sharding)
+    params = stored_shapes(shape, lora_spec(lora_option(config.lora)), config, compute_platform(Sharding(mesh)))
+    return parameters_table(params, sharding_for(shape, mesh))
+
+
+def stored_shapes(shape: DecoderConfig, lora: LoraSpec | None, config: LocalPolicyConfig, platform: str) -> Params:
+    """Return the shapes of a policy's parameters, in the dtypes that they have on a platform; adapters are float32."""
+    params, (dtype, compute_dtype) = parameter_shapes(shape, lora), resolve_dtypes(config, platform)
+
+    def stored(base: Params) -> Params:
+        cast = jax.tree.map(lambda leaf: leaf.astype(compute_dtype if dtype == "int8" else dtype), base)
+        return with_quantized_kernels(cast, dtype) if dtype == "int8" else cast
+
+    base = jax.eval_shape(stored, params.get(BASE, params))
+    return {**params, BASE: base} if BASE in params else base

@@ -14,16 +14,22 @@ from jax.sharding import AbstractMesh, Mesh
 from pydantic import TypeAdapter
 
 from jaxft.components.configs import GRPOTrainerConfig, LocalPolicyConfig, LocalTrainerAdapterConfig, MeshConfig
-from jaxft.components.local_policy import lora_option, read_decoder_config, resolve_dtypes
+from jaxft.components.local_policy import (
+    check_sampling_dtype,
+    lora_option,
+    read_decoder_config,
+    resolve_dtypes,
+    stored_shapes,
+)
 from jaxft.components.training_job import make_learner
-from jaxft.core.partition import BASE, trainable
+from jaxft.core.partition import trainable
 from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_sizes
 from jaxft.core.types import Model, Params
 from jaxft.errors import ConfigError
 from jaxft.harness.config import Config
 from jaxft.harness.registry import ComponentConfig
 from jaxft.models.config import DecoderConfig, LoraSpec
-from jaxft.models.decoder import Remat, decoder, parameter_shapes
+from jaxft.models.decoder import Remat, decoder
 from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.flash import Choice, layer_kernels, reason_not_to_pack
 from jaxft.models.load import lora_spec
@@ -161,6 +167,7 @@ class Programs:
             ValueError: the model does not divide over the mesh.
         """
         dtype, compute_dtype = resolve_dtypes(run.policy, device.platform)
+        check_sampling_dtype(run.policy, device)
         self.run, self.device = run, device
         self.dtype, self.compute_dtype = jnp.dtype(dtype), jnp.dtype(compute_dtype or dtype)
         self.sharding, self.model, self.params = _model(run, mesh, device.platform)
@@ -245,15 +252,10 @@ class Programs:
 
 def _model(run: PlannedRun, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding, Model, Params]:
     """Return sharding and model of a run's policy on a mesh, and the shapes of its parameters with their shardings."""
-    dtype, compute_dtype = resolve_dtypes(run.policy, platform)
+    options: dict[str, Any] = {
+        "compute_dtype": resolve_dtypes(run.policy, platform)[1],
+        "sampling_dtype": run.policy.sampling_dtype,
+    }
     sharding = sharding_for(run.model, mesh)
-    model = decoder(run.model, run.remat, compute_dtype=compute_dtype, lora=run.lora, sharding=sharding)
-    return sharding, model, sharding.place(_shapes(run, jnp.dtype(dtype)))
-
-
-def _shapes(run: PlannedRun, dtype: Any) -> Params:
-    """Return the shapes of the parameters; adapters are float32."""
-    params = parameter_shapes(run.model, run.lora)
-    base = params.get(BASE, params)
-    base = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), base)
-    return {**params, BASE: base} if BASE in params else base
+    model = decoder(run.model, run.remat, **options, lora=run.lora, sharding=sharding)
+    return sharding, model, sharding.place(stored_shapes(run.model, run.lora, run.policy, platform))

@@ -77,7 +77,8 @@ class LoggedTrainer(Trainer):
         adapter = self.trainer_adapter
         if isinstance(adapter, LocalTrainerAdapter):
             llm, policy = adapter.adapter_config.llm, adapter.policy
-            self._health.dtype = str(policy.weights.transfer.dtype(policy.trained_params()))
+            dtype = policy.weights.transfer.dtype(policy.trained_params())
+            self._health.dtype = policy.model.sampling_dtype or str(dtype)
             self.log.decode[llm], self.log.token_text[llm] = (
                 policy.tokenizer.decode,
                 policy.template.tokens.decoded_text,

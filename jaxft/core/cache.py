@@ -175,4 +175,5 @@ def compute_dtype(params: Params) -> Any:
     >>> print(compute_dtype({"a": jnp.ones(1, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)}))
     bfloat16
     """
-    return jnp.result_type(*[leaf.dtype for leaf in jax.tree.leaves(params)])
+    dtypes = [leaf.dtype for leaf in jax.tree.leaves(params)]
+    return jnp.result_type(*[dtype for dtype in dtypes if dtype.itemsize > 1])  # kernels of eight bits have a scale

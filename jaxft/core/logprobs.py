@@ -293,7 +293,8 @@ def _score(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; wanted at least 1")
     head = params
-    if model.head is not same_params and (sharding is not None or hidden.dtype.itemsize < 4):
+    has_eight_bits = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(params))  # which have no gradient
+    if model.head is not same_params and (sharding is not None or hidden.dtype.itemsize < 4 or has_eight_bits):
         head, hidden = _exchange_together(model.head(params), hidden)
     heads = (head, None if teacher is None or teacher_params is None else teacher.model.head(teacher_params))
     given: tuple[Any, ...] = completion_mask, supports, hidden, tokens, temperature, *teacher_hidden

@@ -55,6 +55,8 @@ class Model(NamedTuple):
         head: `params -> params`, the parameters that `unembed` reads, in the dtype of products.
         logit_scale: factor of the logits where `unembed` is `logit_scale * hidden @ kernel.T` with the only array of
             `head(params)`, `[V D]`; None where it is anything else, as with a soft cap.
+        sampling_dtype: kind of number of kernels in eight bits that `decode_layout` makes, so that the sampler's
+            probabilities differ from the trainer's; None where it computes with the same weights.
         with_remat: `name -> Model`, the same model with another checkpoint policy, which decides the activations that
             the backward pass recomputes; None if there is only one.
     """
@@ -69,6 +71,7 @@ class Model(NamedTuple):
     lora: Hashable = None
     head: Callable[[Params], Params] = same_params
     logit_scale: float | None = None
+    sampling_dtype: str | None = None
     with_remat: Callable[[Any], "Model"] | None = None
 
 

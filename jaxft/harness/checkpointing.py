@@ -262,6 +262,7 @@ IMMUTABLE = (
     "llms.*.preset",
     "llms.*.tokenizer",
     "llms.*.dtype",
+    "llms.*.sampling_dtype",
     "llms.*.lora",
     "llms.*.lora.*",
     "llms.*.snapshot_of",

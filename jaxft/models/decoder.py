@@ -28,6 +28,7 @@ from jaxft.models.layer_stack import CHOSEN, Remat, apply_layers, cut_layer, sta
 from jaxft.models.layers import decoding_layer, look_up, make_norm, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, init_pages, page_axis
+from jaxft.models.quantized import with_quantized_kernels
 
 
 @cache
@@ -110,6 +111,7 @@ class Network(NamedTuple):
     config: DecoderConfig
     remat: Remat
     compute_dtype: Any
+    sampling_dtype: str | None
     lora: LoraSpec | None
     sharding: Sharding | None
 
@@ -117,9 +119,7 @@ class Network(NamedTuple):
         """Return parameters in the dtype of products."""
         if self.compute_dtype is None:
             return params
-        return jax.tree.map(
-            lambda leaf: leaf.astype(self.compute_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, params
-        )
+        return jax.tree.map(lambda leaf: leaf.astype(self.compute_dtype) if leaf.dtype.itemsize > 1 else leaf, params)
 
     def gather(self, params: Any) -> Any:
         """Return parameters gathered along `fsdp`, as they are where they are used."""
@@ -131,6 +131,7 @@ def decoder(
     remat: Remat = "dots",
     *,
     compute_dtype: Any = None,
+    sampling_dtype: str | None = None,
     lora: LoraSpec | None = None,
     sharding: Sharding | None = None,
 ) -> Model:
@@ -147,11 +148,14 @@ def decoder(
         compute_dtype: dtype of products and activations: parameters are cast to it wherever they are used, and once
             per policy version to decode. Parameters, gradients and optimizer state keep their own dtype, and logits
             are float32. None computes in the dtype of the parameters.
+        sampling_dtype: "int8" or "fp8" to decode with kernels in eight bits, made of the parameters once per policy
+            version (`jaxft.models.quantized`); None for the kernels themselves.
         lora: rank, scale and targets of adapters; None for a model without adapters.
         sharding: result of `sharding_for`, to compute on a mesh; None for one device.
     """
     # The dtype is normalised, so that equal models have one cache entry.
-    return _model(Network(config, remat, None if compute_dtype is None else jnp.dtype(compute_dtype), lora, sharding))
+    dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
+    return _model(Network(config, remat, dtype, sampling_dtype, lora, sharding))
 
 
 @cache
@@ -167,6 +171,7 @@ def _model(net: Network) -> Model:
         lora=net.lora,
         head=partial(head, net),
         logit_scale=net.config.logit_scale if net.config.logit_soft_cap is None and net.remat != "least" else None,
+        sampling_dtype=net.sampling_dtype,
         with_remat=lambda remat: _model(net._replace(remat=remat)),
     )
 
@@ -315,6 +320,9 @@ def init_cache(net: Network, pages: int, dtype: Any) -> tuple[LayerPages, ...]:
 
 def decode_layout(net: Network, params: Params) -> Params:
     """Return the parameters to decode with: in the dtype of products, layer by layer, projections joined."""
+    if net.sampling_dtype is not None:  # of the parameters in full
+        base = with_quantized_kernels(params.get(BASE, params), net.sampling_dtype, net.compute_dtype)
+        params = base if net.lora is None else {**params, BASE: base}
     # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
     params = net.narrow(params) if net.lora is None else merge_or_put_beside(net.lora, params)
     layers = [

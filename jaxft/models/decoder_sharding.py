@@ -18,22 +18,22 @@ DECODER_RULES: Rules = (
     ("shared_expert_gate/kernel", ()),
     ("experts/down_proj/kernel", ("tensor", "fsdp")),  # [E in out], stacked or of one layer
     ("experts/*/kernel", ("fsdp", "tensor")),
-    ("decoding_layers/*/qkv_proj/kernel", ("tensor", "fsdp")),  # for decoding: [out in]
-    ("decoding_layers/*/gate_up_proj/kernel", ("tensor", "fsdp")),
-    ("decoding_layers/*/kernel", ("fsdp", "tensor")),
+    ("decoding_layers/*/qkv_proj/kernel*", ("tensor", "fsdp")),  # for decoding: [out in]
+    ("decoding_layers/*/gate_up_proj/kernel*", ("tensor", "fsdp")),
+    ("decoding_layers/*/kernel*", ("fsdp", "tensor")),
     ("qkv_proj/bias", ("tensor",)),
     ("gate_up_proj/bias", ("tensor",)),
-    ("[qkv]_proj/kernel", ("fsdp", "tensor")),  # [in out], stacked or of one layer
-    ("gate_proj/kernel", ("fsdp", "tensor")),
-    ("up_proj/kernel", ("fsdp", "tensor")),
-    ("o_proj/kernel", ("tensor", "fsdp")),
-    ("down_proj/kernel", ("tensor", "fsdp")),
+    ("[qkv]_proj/kernel*", ("fsdp", "tensor")),  # [in out], stacked or of one layer
+    ("gate_proj/kernel*", ("fsdp", "tensor")),
+    ("up_proj/kernel*", ("fsdp", "tensor")),
+    ("o_proj/kernel*", ("tensor", "fsdp")),
+    ("down_proj/kernel*", ("tensor", "fsdp")),
     ("[qkv]_proj/bias", ("tensor",)),
     ("gate_proj/bias", ("tensor",)),
     ("up_proj/bias", ("tensor",)),
 )
 """Sharding rules: heads and the feed-forward's width along `tensor`, the other side of a kernel along `fsdp`; norms are
-replicated."""
+replicated. Values and scales of a kernel in eight bits are cut alike."""
 
 NO_AXIS = "-"
 

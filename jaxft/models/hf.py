@@ -29,6 +29,7 @@ from jaxft.models.decoder import parameter_shapes
 from jaxft.models.families import FAMILIES
 from jaxft.models.hf_config import CONFIG, GENERATION, config_json, source_files
 from jaxft.models.hf_files import DTYPES, INDEX, WEIGHTS, Tensor, load_json
+from jaxft.models.quantized import dequantized, map_kernels
 
 CARD = "README.md"
 """File of a model card."""
@@ -95,7 +96,7 @@ def save_model(
         raise ValueError(f"max_shard_bytes is {max_shard_bytes}; wanted at least 1")
     if not isinstance(model.config, DecoderConfig):
         raise ModelFileError(f"the model's config is a {type(model.config).__name__}; only a decoder can be written")
-    flat = flatten_dict(params, sep="/")
+    flat = flatten_dict(map_kernels(dequantized, params), sep="/")
     _check_params(model.config, flat)
     if not writes:
         for tensor in file_tensors(model.config):

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from jaxft.core.types import Params
 from jaxft.errors import ManifestError, ModelFileError, one_line
 from jaxft.files import MANIFEST, home_path, verify_manifest
+from jaxft.models.quantized import is_quantizable, quantize
 
 WEIGHTS, INDEX, GGUF = "model.safetensors", "model.safetensors.index.json", ".gguf"
 DTYPES = {
@@ -107,6 +108,9 @@ def load_json(file: Path) -> dict[str, Any]:
     return values
 
 
+quantize_leaf = jax.jit(quantize, static_argnums=1)
+
+
 class Tensor(NamedTuple):
     """A tensor of a file, or one for each layer or for each expert of each layer, and the parameters that it holds.
 
@@ -180,7 +184,12 @@ class Tensor(NamedTuple):
 
 
 def read_weights(
-    folder: Path, stored: dict[str, StoredTensor], tensors: Sequence[Tensor], dtype: np.dtype[Any], places: Params
+    folder: Path,
+    stored: dict[str, StoredTensor],
+    tensors: Sequence[Tensor],
+    dtype: np.dtype[Any],
+    places: Params,
+    eight_bits: str | None = None,
 ) -> Params:
     """Read parameters from the files of a model, cast to `dtype`, onto their devices.
 
@@ -190,6 +199,7 @@ def read_weights(
         tensors: the tensors that its files should have.
         dtype: dtype of the parameters.
         places: JAX's sharding of each parameter.
+        eight_bits: kind of number that kernels are quantised to, each as soon as it is read; None for `dtype`.
 
     Raises:
         ModelFileError: a file is absent, is corrupt or does not match the config.
@@ -199,7 +209,9 @@ def read_weights(
     for tensor in tensors:
         for path, shape, cut in zip(tensor.paths, tensor.shapes, tensor.part_cuts, strict=True):
             parts = (stored[name] if len(tensor.paths) == 1 else cut_tensor(stored[name], cut) for name in tensor.names)
-            flat[path] = _read_parameter(tensor, shape, parts, dtype, place[path])
+            leaf = _read_parameter(tensor, shape, parts, dtype, place[path])
+            is_narrow = eight_bits is not None and is_quantizable(path.split("/"))
+            flat[path] = quantize_leaf(leaf, eight_bits) if is_narrow else leaf
     return unflatten_dict(flat, sep="/")
 
 

@@ -135,7 +135,7 @@ def apply_layers(
     def compute_layer(run: LayerRun, place: int, x: Array, turn: Any, start: Any, whole: Any) -> tuple[Array, Any]:
         kind = run.kinds[place]
         layer = {
-            path: jax.lax.dynamic_index_in_dim(leaf, row_of_layer(kinds, path, start + place), keepdims=False)
+            path: jax.tree.map(partial(take_row, row_of_layer(kinds, path, start + place)), leaf)
             for path, leaf in whole.items()
             if kind.holds(path)
         }
@@ -156,7 +156,7 @@ def apply_layers(
             return x, stacked(others)
 
         if count > 1:
-            part = {path: leaf.reshape(run.repeats, -1, *leaf.shape[1:]) for path, leaf in part.items()}
+            part = jax.tree.map(lambda leaf, run=run: leaf.reshape(run.repeats, -1, *leaf.shape[1:]), part)
         starts = first + count * jnp.arange(run.repeats)
         x, other = jax.lax.scan(step, x, (part, starts))
         others += [] if other is None else [jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), other)]
@@ -174,6 +174,11 @@ def row_of_layer(kinds: tuple[LayerKind, ...], path: tuple[str, ...], layer: Any
     """Return the row of a layer in the stack of the array at a path."""
     layers = layers_with(kinds, path)
     return layer if len(layers) == len(kinds) else jnp.searchsorted(jnp.array(layers), layer)
+
+
+def take_row(row: Any, stack: Array) -> Array:
+    """Return a row of a stack."""
+    return jax.lax.dynamic_index_in_dim(stack, row, keepdims=False)
 
 
 def split_layers(

@@ -17,13 +17,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxft.core.reductions import invariant_sum, rounded
 from jaxft.core.sharding import Sharding, by_heads, compute_platform
 from jaxft.core.types import Params
 from jaxft.models.config import Activation, DecoderConfig, LoraSpec
 from jaxft.models.lora import joined_adapter
+from jaxft.models.quantized import Quantized, scaled_product
 from jaxft.models.rope import LinearScaling, Rope
 
 
@@ -78,6 +79,11 @@ def _matmul_backward(saved: tuple[Array, Array], cotangent: Array) -> tuple[Arra
 
 
 matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+def product(x: Float[Array, "N D"], kernel: Float[Array, "D F"] | Quantized) -> Float[Array, "N F"]:
+    """Return `x @ kernel` for a kernel that may be in eight bits, which has no gradient then."""
+    return scaled_product(x, kernel) if isinstance(kernel, Quantized) else matmul(x, kernel)
 
 
 def project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
@@ -135,7 +141,7 @@ class Linear(nnx.Module):
         # With a transposed kernel, XLA for CPU gives a row the same bits among 8 rows as among 64.
         kernel = self.kernel[...].T if self.is_transposed else self.kernel[...]
         flat = x.reshape(-1, x.shape[-1])
-        y = matmul(flat, kernel)
+        y = product(flat, kernel)
         if self.lora_a is not None and self.lora_b is not None:
             a, b = (
                 matrix[...].astype(flat.dtype) for matrix in (self.lora_a, self.lora_b)
@@ -270,8 +276,9 @@ class FeedForward(nnx.Module):
             both = by_heads(sharding, self.gate_up_proj(x))
             gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
         elif self.is_one_product(sharding):
-            kernel = jnp.concatenate([self.gate_proj.kernel[...], self.up_proj.kernel[...]], axis=-1)
-            both = checkpoint_name(matmul(x.reshape(-1, x.shape[-1]), kernel), WIDENED)
+            kernels = self.gate_proj.kernel[...], self.up_proj.kernel[...]
+            kernel = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=-1), *kernels)
+            both = checkpoint_name(product(x.reshape(-1, x.shape[-1]), kernel), WIDENED)
             both = both.reshape(*x.shape[:-1], -1)
             gate, up = both[..., : self.width], both[..., self.width :]  # a split's gradient would be a copy
         else:
@@ -287,7 +294,7 @@ class FeedForward(nnx.Module):
         return is_plain and (sharding is None or sharding.devices == 1) and compute_platform(sharding) == "gpu"
 
 
-def join_outputs(parts: Sequence[Float[Array, "*N _"]], shards: int) -> Float[Array, "*N F"]:
+def join_outputs(parts: Sequence[Shaped[Array, "*N _"]], shards: int) -> Shaped[Array, "*N F"]:
     """Invert `split_outputs`.
 
     >>> print(join_outputs([jnp.array([0.0, 1, 3, 4]), jnp.array([2.0, 5])], 2))
@@ -306,7 +313,8 @@ def join_projections(projections: Sequence[Params], shards: int) -> Params:
     >>> joined["kernel"].shape, joined["lora_b"].tolist()
     ((3, 6), [[0.0, 0.0, 1.0, 1.0, 1.0, 1.0]])
     """
-    joined = {"kernel": join_outputs([each["kernel"] for each in projections], shards)}
+    kernels = [each["kernel"] for each in projections]
+    joined = {"kernel": jax.tree.map(lambda *parts: join_outputs(parts, shards), *kernels)}
     if "bias" in projections[0]:
         joined["bias"] = join_outputs([each["bias"] for each in projections], shards)
     adapters = [each["lora_a"] for each in projections if "lora_a" in each]

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folde
 from jaxft.models.lora import merge_and_drop
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import load_adapter, load_lora_config, saved_ignored_keys
+from jaxft.models.quantized import EIGHT_BITS, with_quantized_kernels
 
 ADAPTER_STREAM = 4
 """Number folded into the key for fresh adapters, so that the base is the same with and without adapters."""
@@ -34,12 +35,21 @@ Lora = LoraSpec | str | os.PathLike[str]
 """Settings of fresh adapters, or a folder of adapters in PEFT's format."""
 
 
+class Dtypes(NamedTuple):
+    """Dtypes of parameters and of products, and the kind of kernels in eight bits, if they are."""
+
+    params: Any
+    compute: Any
+    kernels: str | None = None
+
+
 def init_model(
     config: DecoderConfig | str,
     key: Any,
     *,
     dtype: Any = jnp.float32,
     compute_dtype: Any = None,
+    sampling_dtype: str | None = None,
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
@@ -47,8 +57,10 @@ def init_model(
     """Make a decoder with random weights, from a config or the name of a preset; equal keys give equal bits.
 
     Args:
-        dtype: dtype of the parameters; adapters are float32.
+        dtype: dtype of the parameters; adapters are float32. With them it may be "int8": the kernels of the frozen base
+            are then in eight bits (`jaxft.models.quantized`), and the rest of it in `compute_dtype`.
         compute_dtype: dtype of products and activations; None for that of the parameters.
+        sampling_dtype: "int8" or "fp8" to sample with kernels in eight bits; None for the parameters.
         remat: activations that the backward pass recomputes to save memory: none, all but products with weights and
             attention kernels (`dots`), all but attention and its projections (`projections`), all but attention kernels
             (`attention`), or whole layers (`full`).
@@ -61,15 +73,17 @@ def init_model(
         ModelFileError: the folder of adapters is damaged, or its adapters belong to another base.
     """
     config = model_preset(config) if isinstance(config, str) else config
-    dtype, compute_dtype = _checked_dtype("dtype", dtype), _checked_dtype("compute_dtype", compute_dtype)
+    dtypes = _checked_dtypes(dtype, compute_dtype, lora)
     sharding = None if mesh is None else sharding_for(config, mesh)
-    model = decoder(config, remat, compute_dtype=compute_dtype, lora=lora_spec(lora), sharding=sharding)
-    return model, _add_adapters(model, _init_base(config, dtype, sharding, key), lora, key)
+    options: dict[str, Any] = {"compute_dtype": dtypes.compute, "sampling_dtype": sampling_dtype}
+    model = decoder(config, remat, **options, lora=lora_spec(lora), sharding=sharding)
+    return model, _add_adapters(model, _init_base(config, dtypes, sharding, key), lora, key)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _init_base(config: DecoderConfig, dtype: Any, sharding: Sharding | None, key: Any) -> Params:
-    return constrain(sharding, jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(config, key)))
+def _init_base(config: DecoderConfig, dtypes: Dtypes, sharding: Sharding | None, key: Any) -> Params:
+    params = jax.tree.map(lambda leaf: leaf.astype(dtypes.params), init_params(config, key))
+    return constrain(sharding, params if dtypes.kernels is None else with_quantized_kernels(params, dtypes.kernels))
 
 
 def load_model(
@@ -78,6 +92,7 @@ def load_model(
     key: Any = None,
     dtype: Any = jnp.float32,
     compute_dtype: Any = None,
+    sampling_dtype: str | None = None,
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
@@ -92,7 +107,7 @@ def load_model(
 
     Args:
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
-        dtype, compute_dtype, remat, lora, mesh: as for `init_model`.
+        dtype, compute_dtype, sampling_dtype, remat, lora, mesh: as for `init_model`.
         context_tokens: tokens of the longest context, on which positions with LongRoPE depend, as of Phi-4-mini.
         ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. A folder of adapters
             names those of its base.
@@ -103,7 +118,7 @@ def load_model(
         ValueError: `dtype` or `compute_dtype` is not supported, the model does not divide over `mesh`, or it knows no
             positions as high as `context_tokens`.
     """
-    dtype, compute_dtype = _checked_dtype("dtype", dtype), _checked_dtype("compute_dtype", compute_dtype)
+    dtypes = _checked_dtypes(dtype, compute_dtype, lora)
     folder = local_folder(path_or_hub_id)
     check_manifest(folder)
     if lora is not None and not isinstance(lora, LoraSpec):
@@ -111,12 +126,13 @@ def load_model(
     config = load_config(config_file(folder), ignored_keys).for_context(context_tokens)
     tensors = file_tensors(config)
     sharding = None if mesh is None else sharding_for(config, mesh)
-    model = decoder(config, remat, compute_dtype=compute_dtype, lora=lora_spec(lora), sharding=sharding)
+    options: dict[str, Any] = {"compute_dtype": dtypes.compute, "sampling_dtype": sampling_dtype}
+    model = decoder(config, remat, **options, lora=lora_spec(lora), sharding=sharding)
     shapes, device = parameter_shapes(config), SingleDeviceSharding(jnp.zeros(()).device)
     places = jax.tree.map(lambda _: device, shapes) if sharding is None else sharding.shardings(shapes)
     file = gguf_file(folder)
     stored = stored_tensors(folder) if file is None else gguf_tensors(file, tensors)
-    base = read_weights(folder, stored, tensors, dtype, places)
+    base = read_weights(folder, stored, tensors, dtypes.params, places, dtypes.kernels)
     return model, _add_adapters(model, base, lora, key)
 
 
@@ -170,17 +186,18 @@ def base_place(folder: str | os.PathLike[str]) -> str | Path:
     return place
 
 
-def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None) -> Model:
+def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None, sampling_dtype: str | None = None) -> Model:
     """Return the same model on another mesh.
 
     Args:
         model: result of `init_model` or `load_model`.
         mesh: the other mesh; None for one device.
-        compute_dtype: dtype of products, as for `init_model`.
+        compute_dtype, sampling_dtype: as for `init_model`.
     """
     assert isinstance(model.config, DecoderConfig) and isinstance(model.lora, LoraSpec | None)
     sharding = None if mesh is None else sharding_for(model.config, mesh)
-    return decoder(model.config, compute_dtype=compute_dtype, lora=model.lora, sharding=sharding)
+    options: dict[str, Any] = {"compute_dtype": compute_dtype, "sampling_dtype": sampling_dtype}
+    return decoder(model.config, **options, lora=model.lora, sharding=sharding)
 
 
 def base_model(model: Model) -> Model:
@@ -211,6 +228,15 @@ def init_adapter(model: Model, key: Any) -> Params:
 def lora_spec(lora: Lora | None) -> LoraSpec | None:
     """Return the settings of adapters; if `lora` is a folder, read them from it."""
     return lora if lora is None or isinstance(lora, LoraSpec) else load_lora_config(lora)
+
+
+def _checked_dtypes(dtype: Any, compute_dtype: Any, lora: Lora | None) -> Dtypes:
+    compute_dtype = _checked_dtype("compute_dtype", compute_dtype)
+    if str(dtype) not in EIGHT_BITS:
+        return Dtypes(_checked_dtype("dtype", dtype), compute_dtype)
+    if lora is None:
+        raise ValueError(f"dtype is {dtype}, in which nothing can be trained; wanted float32, or adapters (lora)")
+    return Dtypes(jnp.dtype(jnp.float32) if compute_dtype is None else compute_dtype, compute_dtype, str(dtype))
 
 
 def _checked_dtype(name: str, dtype: Any) -> Any:

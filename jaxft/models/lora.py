@@ -3,7 +3,7 @@
 Parameters are `{"base": ..., "adapter": ...}`: those of a decoder, and a tree with `lora_a [L D r]` and
 `lora_b [L r F]` for every projection that has an adapter. Training applies adapters beside the kernels. Decoding uses
 merged kernels, made once per policy version (`Model.decode_layout`), except with a base narrower than float32, where
-merging would round most of a small change away.
+merging would round most of a small change away, or in eight bits.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ from jaxft.core.cache import compute_dtype
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.types import Params
 from jaxft.models.config import LoraSpec
+from jaxft.models.quantized import is_quantized
 
 Leaves = dict[tuple[str, ...], Any]
 """Leaves of parameters by their paths."""
@@ -48,9 +49,12 @@ def has_adapters(layer: Params) -> bool:
 
 
 def merge_or_put_beside(lora: LoraSpec, params: Params) -> Params:
-    """Return the weights to decode with: merged kernels, or adapters in the dtype of a base narrower than float32."""
+    """Return the weights to decode with: merged kernels, or adapters in the dtype of a base narrower than float32.
+
+    Beside kernels in eight bits they have that of the rest of the base.
+    """
     dtype = compute_dtype(params[BASE])
-    if jnp.dtype(dtype).itemsize >= jnp.dtype(jnp.float32).itemsize:
+    if jnp.dtype(dtype).itemsize >= jnp.dtype(jnp.float32).itemsize and not is_quantized(params[BASE]):
         return merge_lora(lora, params)
     return put_beside({**params, ADAPTER: jax.tree.map(lambda leaf: leaf.astype(dtype), params[ADAPTER])})
 

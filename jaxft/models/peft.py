@@ -37,6 +37,7 @@ from jaxft.models.hf import file_tensors, new_folder, save_model, save_tokenizer
 from jaxft.models.hf_config import IGNORED, accepted_keys, has_other_modalities
 from jaxft.models.hf_files import DTYPES, StoredTensor, check_manifest, load_json, read_tensor, tensors_of_file
 from jaxft.models.lora import LORA_NAMES
+from jaxft.models.quantized import dequantized, is_quantized
 
 CONFIG, WEIGHTS, ABOUT_BASE = "adapter_config.json", "adapter_model.safetensors", "jaxft_base.json"
 FINGERPRINT, FINGERPRINT_ROWS, TARGETS = "base_fingerprint", 8, "targets"
@@ -103,7 +104,8 @@ def save_adapter(
         raise ModelFileError("the model has no adapters to save; save_model writes all of its parameters")
     modules, is_nested = _adapted_modules(config, lora), base is not None and has_other_modalities(config)
     tensors = _adapter_tensors(lora, modules, params, "model.language_model.layers" if is_nested else "model.layers")
-    about: dict[str, Any] = {FINGERPRINT: base_fingerprint(params[BASE])}
+    # Adapters of a quantised base are loaded beside the base itself, too, which has another fingerprint.
+    about: dict[str, Any] = {} if is_quantized(params[BASE]) else {FINGERPRINT: base_fingerprint(params[BASE])}
     if accepted := accepted_keys(config):
         about[IGNORED] = list(accepted)
     if any(len(parts) > 1 for parts in modules.values()):
@@ -228,7 +230,7 @@ def load_adapter(
     lora, stored = load_lora_config(folder), _read_tensors(folder)
     about = _about_base(folder)
     wanted = about.get(FINGERPRINT)
-    if wanted is not None and wanted != base_fingerprint(base):
+    if wanted is not None and not is_quantized(base) and wanted != base_fingerprint(base):
         raise ModelFileError(
             f"{folder} holds an adapter of another base: its {ABOUT_BASE} does not fit this one's weights"
         )
@@ -271,7 +273,7 @@ def base_fingerprint(base: Params) -> str:
     for path in first + sorted(flat.keys() - first):
         leaf = flat[path]
         rows = leaf[:, :FINGERPRINT_ROWS] if path.startswith("layers/") else leaf[:FINGERPRINT_ROWS]
-        digest.update(to_host(jnp.asarray(rows, jnp.bfloat16)).tobytes())
+        digest.update(to_host(jnp.asarray(dequantized(rows), jnp.bfloat16)).tobytes())
     return digest.hexdigest()
 
 

@@ -368,7 +368,7 @@ class SamplingWeights:
                 arrays["held"] = copy_trained(self._model, dtype, params)
             else:
                 laid_out = self.transfer.whole_like(self.transfer(params, is_shared=False))
-                arrays["held"] = jax.tree.map(lambda leaf: leaf.astype(dtype), laid_out)
+                arrays["held"] = jax.tree.map(lambda x: x.astype(dtype) if x.dtype.itemsize > 1 else x, laid_out)
         if self.every:
             arrays["snapshots"] = {
                 name: None if state is None else copy_trained(self._model, state["dtype"], params)

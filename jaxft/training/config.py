@@ -274,7 +274,8 @@ class LossConfig(ConfigModel):
     correction: CorrectionConfig | None = Field(
         default=None,
         description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none, but "
-        "with max_staleness above 0 ratio, or token_truncate for a loss without a ratio.",
+        "with max_staleness above 0 ratio, or token_truncate for a loss without a ratio, and with sampling_dtype "
+        "alone token_truncate.",
     )
     observation_coef: float = Field(
         default=0.0,
@@ -432,18 +433,26 @@ class LossConfig(ConfigModel):
         own = LossConfig.model_validate(given | self.per_task.get(task or "", {}))
         return own.model_copy(update={"reference": self.reference})
 
-    def for_staleness(self, max_staleness: int) -> "LossConfig":
-        """Return the loss with the correction that it has on episodes of up to `max_staleness` versions before.
+    def for_sampler(self, max_staleness: int, *, is_quantized: bool = False) -> "LossConfig":
+        """Return the loss with the correction that it has on the sampler's episodes.
+
+        Args:
+            max_staleness: number of versions that they may be behind.
+            is_quantized: True if kernels in eight bits sample them.
 
         >>> loss = LossConfig(name="dapo")
-        >>> loss.for_staleness(0).correction, loss.for_staleness(1).correction.name
+        >>> loss.for_sampler(0).correction, loss.for_sampler(1).correction.name
         (None, 'ratio')
+        >>> loss.for_sampler(0, is_quantized=True).correction.name
+        'token_truncate'
         """
         correction = self.correction
-        if not self.is_policy_loss or (max_staleness and correction is not None):
+        if not self.is_policy_loss or ((max_staleness or is_quantized) and correction is not None):
             return self
-        if max_staleness:
-            correction = CorrectionConfig(name="ratio" if self.has_ratio else "token_truncate")
+        if max_staleness or is_quantized:
+            takes_weights = self.function is None or self.function.takes("policy_weights")
+            takes_ratio = self.has_ratio and (max_staleness > 0 or not takes_weights)
+            correction = CorrectionConfig(name="ratio" if takes_ratio else "token_truncate")
         elif correction is not None and correction.name == "none":
             correction = None
         return self.model_copy(update={"correction": correction})

@@ -143,7 +143,7 @@ class Learner:
             loss: settings of the loss.
             optimizer: settings of the optimizer.
             max_staleness: number of versions that episodes may be behind, which decides the correction of the loss
-                (`LossConfig.for_staleness`). Above 0 no update is refused because log-probabilities differ.
+                (`LossConfig.for_sampler`). Above 0 no update is refused because log-probabilities differ.
             seed: seed that shuffles minibatches.
             reference: reference policy from another checkpoint; None uses the parameters before the first job.
             teacher: the teacher of a loss with `distillation`, on the mesh of the policy; None without one, or if it is
@@ -152,7 +152,7 @@ class Learner:
         Raises:
             ValueError: settings of the loss exclude each other.
         """
-        self.loss = loss = loss.for_staleness(max_staleness)
+        self.loss = loss = loss.for_sampler(max_staleness, is_quantized=model.sampling_dtype is not None)
         # Log-probabilities of earlier weights may differ; the correction weighs them, and versions tell foreign ones.
         largest_fraction = math.inf if max_staleness else max_disagreeing_fraction
         limits = (max_sampler_diff, largest_fraction) if loss.is_policy_loss else None

@@ -19,7 +19,13 @@ from jaxft.cli import main
 from jaxft.components.configs import SNAPSHOT_EVERY, LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.components.frozen_weights import load_reference
 from jaxft.components.local_adapter import LocalTrainerAdapter
-from jaxft.components.local_policy import choices, lora_option, read_decoder_config, sharding_table
+from jaxft.components.local_policy import (
+    check_sampling_dtype,
+    choices,
+    lora_option,
+    read_decoder_config,
+    sharding_table,
+)
 from jaxft.core.partition import combine
 from jaxft.errors import ComponentError, ConfigError, ModelFileError, RestoreError
 from jaxft.harness.builder import Builder
@@ -30,6 +36,7 @@ from jaxft.models.hf_config import config_json
 from jaxft.models.load import base_model
 from jaxft.models.lora import merge_lora
 from jaxft.models.model_card import SavedWeights, card_text, make_card
+from jaxft.planning.targets import find_target
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.tokenizer import load_tokenizer
 from jaxft.runs.console import Console
@@ -428,6 +435,12 @@ def configured(tmp_path, overrides=(), **llms):
         ),
         ({}, [("llms.policy.every", "3")], "llms.policy: has 'every', but no 'snapshot_of': name the policy that "),
         ({"old": snapshot(every=0)}, (), "llms.old.every: must be greater than or equal to 1"),
+        ({}, [("llms.policy.dtype", "int8")], "llms.policy: has dtype int8, in which nothing can be trained: set lora"),
+        (
+            {},
+            [("llms.policy.lora", "{}"), ("llms.policy.dtype", "int8"), ("llms.policy.sampling_dtype", "int8")],
+            "llms.policy: has sampling_dtype, but with dtype int8 the base is in eight bits: leave it out",
+        ),
     ]
     + [
         (
@@ -441,6 +454,7 @@ def configured(tmp_path, overrides=(), **llms):
             ("tokenizer", "somewhere"),
             ("dtype", "bfloat16"),
             ("compute_dtype", None),
+            ("sampling_dtype", "int8"),
             ("remat", "full"),
             ("mesh", {"data": 1}),
             ("lora", LORA),
@@ -452,6 +466,18 @@ def test_a_snapshot_that_cannot_be_is_refused_with_the_way_out(tmp_path, llms, o
         configured(tmp_path, overrides, **llms)
     (said,) = caught.value.faults
     assert said.startswith(fault)
+
+
+@pytest.mark.parametrize(("target", "name"), [(None, "cpu"), ("a100x1", "A100"), ("h100x1", None), ("v5e-1", None)])
+def test_fp8_is_refused_where_a_device_has_none(target, name):
+    config = LocalPolicyConfig(preset="qwen3-50k", sampling_dtype="fp8")
+    device = jax.devices("cpu")[0] if target is None else find_target(target).device
+    if name is None:
+        check_sampling_dtype(config, device)
+        return
+    with pytest.raises(ValueError, match=f"sampling_dtype is fp8, which .*{name}.* does not have; wanted int8"):
+        check_sampling_dtype(config, device)
+    check_sampling_dtype(config.model_copy(update={"sampling_dtype": "int8"}), device)
 
 
 def test_a_loss_that_cannot_be_is_refused_before_weights_are_read(tmp_path):

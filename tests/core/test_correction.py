@@ -13,6 +13,7 @@ from jaxft.core.losses import policy_loss
 from jaxft.core.objectives import grpo_loss, score_batch
 from jaxft.core.reductions import count_tokens
 from jaxft.core.types import Batch
+from jaxft.models.quantized import dequantized, quantize
 
 MASK = np.array([[True, True, True, False], [True, True, False, False]])
 D = np.log(np.array([[3.0, 0.25, 1.0, 9.0], [1.5, 1.2, 9.0, 9.0]], np.float32))
@@ -126,7 +127,8 @@ WIDE = {"clip_low": 1.0, "clip_high": 1e4}  # no clip bites
 def stale_gradients(request):
     """Number of tokens, the expected gradients of losses on answers that BEFORE sampled, and the exact gradient.
 
-    The answers are all of this length to one prompt token; exact is the gradient of NOW's expected reward.
+    The answers are all of this length to one prompt token; exact is the gradient of NOW's expected reward. The last
+    result has the gradients on answers that NOW sampled in eight bits.
     """
     length = request.param
     answers = np.array(np.meshgrid(*[[0, 1]] * length, indexing="ij")).reshape(length, -1).T
@@ -152,11 +154,13 @@ def stale_gradients(request):
             return -jax.grad(lambda params: grpo_loss(TREE, params, given, **options)[0])(now)["logits"]
 
         exact = jax.grad(lambda params: (probabilities(params) * rewards).sum())(now)["logits"]
-        return {kind: estimate(kind) for kind in kinds if kind}, estimate(None), exact
+        narrow = {"logits": dequantized(quantize(now["logits"], "fp8"))}
+        return {kind: estimate(kind) for kind in kinds if kind}, estimate(None), exact, narrow
 
     rewards = REWARDS[: 2**length].astype(np.float32)
-    of_kinds, uncorrected, exact = jax.device_get(gradients(NOW, BEFORE, tokens, mask, rewards))
-    return length, of_kinds | {None: uncorrected}, exact
+    of_kinds, uncorrected, exact, narrow = jax.device_get(gradients(NOW, BEFORE, tokens, mask, rewards))
+    of_narrow, uncorrected_narrow, _, _ = jax.device_get(gradients(NOW, narrow, tokens, mask, rewards))
+    return length, of_kinds | {None: uncorrected}, exact, of_narrow | {None: uncorrected_narrow}
 
 
 def test_the_corrected_gradient_of_stale_answers_is_that_of_enumeration(stale_gradients):
@@ -164,7 +168,7 @@ def test_the_corrected_gradient_of_stale_answers_is_that_of_enumeration(stale_gr
 
     A ratio per token leaves out how likely the policies find the tokens before; here it errs as far as none at all.
     """
-    length, gradients, exact = stale_gradients
+    length, gradients, exact, _ = stale_gradients
     biases = [
         np.abs(gradients[kind] - exact).max() / np.abs(exact).max()
         for kind in ("ratio", "token_truncate", "none", None)
@@ -175,6 +179,14 @@ def test_the_corrected_gradient_of_stale_answers_is_that_of_enumeration(stale_gr
     else:
         assert biases == pytest.approx([0.4264, 0.4264, 0.3068, 0.3068], abs=1e-4)
     np.testing.assert_allclose(gradients["sequence_truncate"], exact, atol=1e-6)
+
+
+def test_the_corrected_gradient_of_answers_sampled_in_eight_bits_is_that_of_enumeration(stale_gradients):
+    length, _, exact, gradients = stale_gradients
+    np.testing.assert_allclose(gradients["sequence_truncate"], exact, atol=1e-6)
+    biases = {kind: np.abs(gradients[kind] - exact).max() / np.abs(exact).max() for kind in ("token_truncate", None)}
+    assert biases[None] > 5e-4
+    assert biases["token_truncate"] < (1e-6 if length == 1 else 1e-2), biases
 
 
 # --- Answers that a length limit cuts: left out, trained, penalised, or carried over to the next collection.

@@ -144,12 +144,13 @@ def test_closing_frees_all_but_the_parameters(make_policy):
 # --- Snapshots.
 
 
-def start(compute_dtype, lora):
+def start(compute_dtype, lora, sampling_dtype=None):
     """Return a model and random parameters, made by numpy."""
+    options = {"compute_dtype": compute_dtype, "sampling_dtype": sampling_dtype}
     models, rng = [], np.random.default_rng(1)
 
     def init():
-        model, params = init_model("qwen3-50k", jax.random.key(1), compute_dtype=compute_dtype, lora=lora)
+        model, params = init_model("qwen3-50k", jax.random.key(1), **options, lora=lora)
         models.append(model)
         return params
 
@@ -308,9 +309,12 @@ def ask(client, **options):
     return asyncio.run(client.chat([{"role": "user", "content": "x?"}], max_tokens=8, seed=1, **options))
 
 
-@pytest.mark.parametrize("lora", [None, LORA])
-def test_pinned_weights_answer_as_before_whatever_is_trained(make_policy, lora):
-    model, params = start(None, lora)
+INT8 = [pytest.param(lora, "int8", marks=pytest.mark.slow) for lora in (None, LORA)]
+
+
+@pytest.mark.parametrize(("lora", "sampling_dtype"), [(None, None), (LORA, None), *INT8])
+def test_pinned_weights_answer_as_before_whatever_is_trained(make_policy, lora, sampling_dtype):
+    model, params = start(None, lora, sampling_dtype)
     policy = make_policy(model=model, params=params)
     snapshot = add_snapshot(policy, every=1)  # it would follow every job
     client, earlier = ChatClient(policy, "policy"), ChatClient(snapshot, "earlier")

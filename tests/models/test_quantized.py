@@ -1,0 +1,120 @@
+"""Kernels in eight bits: rounding by hand, and a decoder that samples or trains adapters with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+from jaxft.core.cache import compute_dtype, init_cache
+from jaxft.models.config import LoraSpec, model_preset
+from jaxft.models.decoder import decoder
+from jaxft.models.quantized import (
+    Quantized,
+    dequantized,
+    is_quantized,
+    map_kernels,
+    quantize,
+    with_quantized_kernels,
+)
+from tests.models.weights import random_params
+
+CONFIG = model_preset("qwen3-50k")
+LORA = LoraSpec(4, 8.0)
+PARAMS = random_params(CONFIG, LORA)
+TOKENS = np.random.default_rng(9).integers(0, CONFIG.vocab_size, (2, 16), np.int32)
+POSITIONS = np.tile(np.arange(16, dtype=np.int32), (2, 1))
+KERNEL = np.random.default_rng(3).normal(size=(2, 12, 6)).astype(np.float32)
+KERNEL[0, :, 1], KERNEL[1, 3, 2] = 0.0, np.nan
+
+
+def sampled_logits(params, **options):
+    """Logits through pages, as an engine computes them."""
+    model = decoder(CONFIG, **options)
+    params = model.decode_layout(params)
+    cache, tables = init_cache(model, *TOKENS.shape, compute_dtype(params))
+    hidden, _ = model.apply(params, jnp.asarray(TOKENS), jnp.asarray(POSITIONS), cache=cache, tables=tables)
+    return model.unembed(params, hidden)
+
+
+def adapter_gradient(params):
+    """Gradient of the adapters of a sum of log-probabilities."""
+    model = decoder(CONFIG, lora=LORA)
+
+    def total(adapter):
+        return jaxft.token_logprobs(model, {**params, "adapter": adapter}, jnp.asarray(TOKENS)).logprobs.sum()
+
+    return jax.grad(total)(params["adapter"])
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """Quantised kernels, and a decoder with them beside one with the arrays that they stand for, by one program."""
+
+    def rounded(params, kind):
+        return map_kernels(dequantized, with_quantized_kernels(params, kind))
+
+    @jax.jit
+    def compute(params, kernel):
+        narrow, base = kernel.astype(jnp.bfloat16), params["base"]
+        int8 = {**params, "base": with_quantized_kernels(base, "int8")}
+        wide = {**params, "base": rounded(base, "int8")}
+        twice = {kind: quantize(dequantized(quantize(narrow, kind)), kind) for kind in ("int8", "fp8")}
+        return {
+            "kernels": {kind: quantize(kernel, kind) for kind in ("int8", "fp8")},
+            "narrow": {kind: quantize(narrow, kind) for kind in ("int8", "fp8")},
+            "twice": twice,
+            "full": sampled_logits(base),
+            "int8": (sampled_logits(base, sampling_dtype="int8"), sampled_logits(wide["base"])),
+            "fp8": (sampled_logits(base, sampling_dtype="fp8"), sampled_logits(rounded(base, "fp8"))),
+            "adapters": (sampled_logits(params, sampling_dtype="int8", lora=LORA), sampled_logits(wide, lora=LORA)),
+            "base in int8": (sampled_logits(int8, lora=LORA), sampled_logits(wide, lora=LORA)),
+            "gradient": (adapter_gradient(int8), adapter_gradient(wide)),
+        }
+
+    return jax.device_get(compute(PARAMS, KERNEL))
+
+
+@pytest.mark.parametrize(("kind", "largest"), [("int8", 127), ("fp8", 448)])
+def test_each_output_channel_is_rounded_to_steps_of_its_largest_weight(computed, kind, largest):
+    values, scale = (np.asarray(part, np.float32) for part in jax.tree.leaves(computed["kernels"][kind]))
+    np.testing.assert_allclose(scale, np.abs(KERNEL).max(axis=-2, keepdims=True) / largest, rtol=1e-6)
+    assert not values[0, :, 1].any() and not scale[0, :, 1].any() and np.isnan(scale[1, 0, 2])
+    finite = np.isfinite(KERNEL).all(axis=-2, keepdims=True) & (scale > 0)
+    error = np.where(finite, np.abs(values * scale - KERNEL) / np.where(scale > 0, scale, 1), 0)
+    assert (error <= (0.5001 if kind == "int8" else 16.001)).all()
+    if kind == "int8":
+        np.testing.assert_array_equal(values[0, :, 0], np.round(KERNEL[0, :, 0] / scale[0, 0, 0]))
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_what_was_quantised_is_found_again(computed, kind):
+    """An exported base that is loaded in eight bits again is the same base."""
+    once, twice = computed["narrow"][kind], computed["twice"][kind]
+    assert once.scale.dtype == jnp.bfloat16
+    scales = [np.asarray(each.scale, np.float32) for each in (once, twice)]
+    np.testing.assert_array_equal(*scales)
+    is_finite = np.broadcast_to(np.isfinite(scales[0]), once.values.shape)
+    np.testing.assert_array_equal(once.values[is_finite], twice.values[is_finite])
+
+
+@pytest.mark.parametrize("case", ["int8", "fp8", "adapters", "base in int8"])
+def test_a_decoder_samples_as_with_the_rounded_kernels(computed, case):
+    found, wanted = computed[case]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+    if case in ("int8", "fp8"):
+        assert np.abs(found - computed["full"]).max() > 1e-3
+
+
+def test_adapters_beside_a_base_in_int8_have_the_gradient_of_the_rounded_base(computed):
+    found, wanted = computed["gradient"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), found, wanted)
+    assert all(leaf.any() for leaf in jax.tree.leaves(found))
+
+
+def test_only_kernels_of_layers_are_quantised():
+    shapes = jax.eval_shape(lambda params: with_quantized_kernels(params, "int8", jnp.bfloat16), PARAMS["base"])
+    kernel = shapes["layers"]["mlp"]["up_proj"]["kernel"]
+    assert isinstance(kernel, Quantized) and kernel.scale.dtype == jnp.bfloat16
+    assert not is_quantized({name: leaf for name, leaf in shapes.items() if name != "layers"})
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(shapes) if leaf.dtype.itemsize == 1} == {"int8"}
