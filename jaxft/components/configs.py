@@ -1,5 +1,6 @@
 """Configuration of the components that come with jaxft. Nothing here imports jax."""
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -157,8 +158,8 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     adapter: PathOrName | None = Field(
         default=None,
         description="With snapshot_of: folder of LoRA adapters in PEFT's format. This model is then that one, which is "
-        "not trained and on one device, with these adapters beside its weights, which are not copied. null: an earlier "
-        "version of it.",
+        "not trained and on one device, with these adapters beside its weights, in one batch with its requests. Beside "
+        "it there may be long_prompts. null: an earlier version of it.",
     )
     serve: ServeConfig | None = Field(
         default=None,
@@ -194,6 +195,10 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
             return self
         if self.adapter is not None and self.every is not None:
             raise config_error("has 'every' beside 'adapter': adapters stay as they are, leave it out")
+        ignored = self.model_fields_set.intersection(SNAPSHOT_FIELDS) - {"long_prompts"}
+        if self.adapter is not None and ignored:
+            told = f"{', '.join(sorted(ignored))} beside 'adapter' change nothing: those of '{self.snapshot_of}' hold"
+            warnings.warn(f"{told}; leave them out, as a later version refuses them", FutureWarning, stacklevel=2)
         allowed = ("snapshot_of", "every", "adapter", *SNAPSHOT_FIELDS)
         others = {name: field for name, field in type(self).model_fields.items() if name not in allowed}
         for name, field in others.items():

@@ -26,7 +26,8 @@ from jaxft.models.flash import compute_capability
 from jaxft.models.gguf import config_file
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import local_folder
-from jaxft.models.load import Lora, init_model, load_beside, load_model, lora_spec, on_mesh
+from jaxft.models.load import Lora, init_model, load_model, lora_spec, on_mesh
+from jaxft.models.peft import load_adapter, load_lora_config
 from jaxft.models.quantized import with_quantized_kernels
 from jaxft.rollout.chat import find_stop_ids
 from jaxft.rollout.client import ChatClient
@@ -179,23 +180,25 @@ async def snapshot_client(name: str, config: LocalPolicyConfig, builder: Any) ->
     """
     assert config.snapshot_of is not None
     llm, llms = await builder.get_llm(config.snapshot_of), builder.config.llms
-    if not isinstance(llm, ChatClient) or not isinstance(llm.policy, Policy):
+    if not isinstance(llm, ChatClient) or not isinstance(policy := llm.policy, Policy):
         raise ComponentError(f"llms.{name}.snapshot_of: '{config.snapshot_of}' is no local_policy, or a snapshot, too")
-    policy = llms[config.snapshot_of]
-    own, adapter = config.with_sampling_settings(policy), None
+    own = config.with_sampling_settings(llms[config.snapshot_of])
+    seed = sampling_seed(builder.config.finetuning.seed, name, llms)
     if config.adapter is not None:
-        if llm.policy.model.sharding is not None:
-            raise ComponentError(f"llms.{name}.adapter: stands beside a base on one device, not on several")
-        _, compute_dtype = resolve_dtypes(policy, compute_platform(None))
-        load = partial(load_beside, local_folder(config.adapter), llm.policy.model, compute_dtype=compute_dtype)
-        adapter = await llm.policy.read(load)
-    snapshot = llm.policy.add_snapshot(
+        model, folder = policy.model, local_folder(config.adapter)
+        assert isinstance(model.config, DecoderConfig)
+        params = await policy.read(partial(load_adapter, folder, model.config))
+        try:
+            adapter = await policy.add_adapter(load_lora_config(folder), params, seed=seed)
+        except ValueError as error:
+            raise ComponentError(f"llms.{name}.adapter: {error}") from None
+        return ChatClient(policy, name, own.long_prompts, adapter)
+    snapshot = policy.add_snapshot(
         name,
         every=own.snapshot_every,
-        seed=sampling_seed(builder.config.finetuning.seed, name, llms),
+        seed=seed,
         slots=process_share("slots", own.slots),
         max_context_tokens=own.max_context_tokens,
-        adapter=adapter,
         cache_tokens=None if own.cache_tokens is None else process_share("cache_tokens", own.cache_tokens),
     )
     return ChatClient(snapshot, name, own.long_prompts)

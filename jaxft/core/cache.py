@@ -66,6 +66,20 @@ class SharedTables(NamedTuple):
     shared: SharedPages
 
 
+class AdaptedTables(NamedTuple):
+    """Page tables of rows, and the adapters that these have.
+
+    Attributes:
+        tables: the tables.
+        places: the place of each row's adapter; -1 for a row without one.
+        layers: of each layer, the adapters of all places, stacked, by their paths in the weights to decode with.
+    """
+
+    tables: "Int[Any, 'B C'] | SharedTables"
+    places: Int[Any, "B"]
+    layers: Any
+
+
 def no_shared_pages(rows: int, row_shards: int = 1) -> SharedPages:
     """Return the sets of rows of which none shares a page; half as many sets as rows are enough for any."""
     sets = max(1, rows // row_shards // 2) * row_shards

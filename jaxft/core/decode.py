@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxft.core.cache import SharedTables
+from jaxft.core.cache import AdaptedTables, SharedTables
 from jaxft.core.sampling import Penalties, Sampled, SamplingParams, sample
 from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform
 from jaxft.core.types import Cache, Model, Params
@@ -79,7 +79,7 @@ def decode(
     model: Model,
     params: Params,
     cache: Cache,
-    tables: Int[Any, "R C"] | SharedTables,
+    tables: Int[Any, "R C"] | SharedTables | AdaptedTables,
     state: DecodeState,
     rows: RowParams,
     num_steps: int,
@@ -152,7 +152,11 @@ def decode(
 
 
 def next_logits(
-    model: Model, params: Params, cache: Cache, tables: Int[Any, "R C"] | SharedTables, state: DecodeState
+    model: Model,
+    params: Params,
+    cache: Cache,
+    tables: Int[Any, "R C"] | SharedTables | AdaptedTables,
+    state: DecodeState,
 ) -> tuple[Cache, Float[Array, "R V"]]:
     """Write the last token of every active row to its pages; return the pages, and the logits of the next token."""
     positions = jnp.where(state.active, state.positions, -1)  # nothing is written or read for a row that has ended

@@ -61,6 +61,7 @@ class Context(NamedTuple):
     paged: PagedRows | None  # None without a cache
     sharding: Sharding | None
     in_halves: bool  # for `invariant_sum`: sampling on a CPU
+    places: Int[Array, "B"] | None = None  # of the adapters of the rows, where these have adapters of their own
 
 
 def make_context(
@@ -162,7 +163,7 @@ class Attention(nnx.Module):
             attended = self.attend(q, k, v, scores, context)
         else:
             attended, pages = write_and_attend(q, k, v, pages, context.paged, scores, context.sharding)
-        return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1)), PROJECTED), pages
+        return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1), context.places), PROJECTED), pages
 
     def separate_heads(
         self, x: Float[Array, "B T D"], angles: Angles | None, context: Context
@@ -180,7 +181,9 @@ class Attention(nnx.Module):
         Queries and keys are normed by head and rotated as one array, which saves launches on GPUs.
         """
         shards = head_shards(context.sharding, self.kv_heads)
-        y = by_heads(context.sharding, self.qkv_proj(x)).reshape(*x.shape[:2], shards, -1, self.head_dim)
+        y = by_heads(context.sharding, self.qkv_proj(x, context.places)).reshape(
+            *x.shape[:2], shards, -1, self.head_dim
+        )
         queries, keys = self.heads // shards, self.kv_heads // shards
 
         def whole(part: Array) -> Array:
@@ -344,5 +347,5 @@ class Block(nnx.Module):
         if isinstance(self.mlp, Mixture):
             changed, routing = self.mlp(inputs, context.sharding, chosen)
         else:
-            changed = self.mlp(inputs, context.sharding)
+            changed = self.mlp(inputs, context.sharding, context.places)
         return add(x, normed(self.mlp_output_norm, changed)), pages, routing

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Int
 
-from jaxft.core.cache import SharedTables
+from jaxft.core.cache import AdaptedTables, SharedTables
 from jaxft.core.packing import Branches
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Sharding, by_rows, compute_platform, constrain, gather_params
@@ -25,8 +25,8 @@ from jaxft.models.block import Block, make_context
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec, layers_with
 from jaxft.models.experts import Routing
 from jaxft.models.layer_stack import CHOSEN, Remat, apply_layers, cut_layer, stacked
-from jaxft.models.layers import decoding_layer, look_up, make_norm, project_to_vocabulary
-from jaxft.models.lora import LORA_NAMES, has_adapters, merge_or_put_beside, put_beside
+from jaxft.models.layers import GATE_UP, QKV, decoding_layer, look_up, make_norm, project_to_vocabulary
+from jaxft.models.lora import LORA_NAMES, Leaves, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import LayerPages, init_pages, page_axis
 from jaxft.models.quantized import with_quantized_kernels
 
@@ -187,7 +187,7 @@ def apply(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     cache: tuple[LayerPages, ...] | None = None,
-    tables: Int[Any, "B C"] | SharedTables | None = None,
+    tables: Int[Any, "B C"] | SharedTables | AdaptedTables | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Branches | None = None,
     chosen: Int[Array, "L B T k"] | None = None,
@@ -250,7 +250,7 @@ def decode(
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     cache: tuple[LayerPages, ...],
-    tables: Int[Any, "B C"] | SharedTables | None,
+    tables: Int[Any, "B C"] | SharedTables | AdaptedTables | None,
     chosen: Int[Array, "L B T k"] | None,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...], Routing | None]:
     """Write tokens to their pages, and return their hidden state, the cache and the routing, layer by layer."""
@@ -258,13 +258,18 @@ def decode(
     params = net.narrow(params) if "decoding_layers" in params else decode_layout(net, params)
     norm = net.gather({"final_norm": params["final_norm"]})["final_norm"]
     x = embed(net, params, tokens, is_sampled=True)  # [B T D]
+    layers, lora, places = params["decoding_layers"], net.lora, None
+    if isinstance(tables, AdaptedTables):  # beside a base without adapters
+        layers = [unflatten_dict(flatten_dict(each) | own) for each, own in zip(layers, tables.layers, strict=True)]
+        lora = LoraSpec(1, 1.0, adapted_projections(tables.layers[0]))
+        tables, places = tables[:2]
     tables, shared = tables if isinstance(tables, SharedTables) else (tables, None)
     if sharding is not None:  # each device attends to its own part of the pages
         own_pages = cache[0].keys.shape[page_axis(sharding)] // sharding.row_shards
         tables = jax.lax.rem(jnp.asarray(tables, jnp.int32), jnp.int32(own_pages))
-    context = make_context(config, by_rows(sharding, positions), tables, None, sharding, shared)
-    layers, written, routings = params["decoding_layers"], list[Any](), list[Routing]()
-    lora = net.lora if any(map(has_adapters, layers)) else None
+    context = make_context(config, by_rows(sharding, positions), tables, None, sharding, shared)._replace(places=places)
+    written, routings = list[Any](), list[Routing]()
+    lora = lora if any(map(has_adapters, layers)) else None
     for layer, kind, pages in zip(layers, config.kinds, cache, strict=True):
         block = block_binder(config, lora, has_experts=kind.has_experts, is_joined=True)(layer)
         experts = chosen[len(routings)] if chosen is not None and kind.has_experts else None
@@ -333,9 +338,30 @@ def decode_layout(net: Network, params: Params) -> Params:
     return net.narrow(net.gather({**others, "decoding_layers": layers}))
 
 
-@partial(jax.jit, static_argnums=0)
-def lay_out_adapters(config: DecoderConfig, params: Params) -> list[dict[tuple[str, ...], Array]]:
-    """Return the adapters of each layer by their paths in `decoding_layers`; the base, of one device, is not copied."""
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def lay_out_adapter(config: DecoderConfig, scale: float, dtype: Any, params: Params) -> list[Leaves]:
+    """Return an adapter of each layer by its paths in `decoding_layers`, as `adapter_product` takes it.
+
+    Args:
+        config: config of the base, which is on one device.
+        scale: factor of the products of the adapter.
+        dtype: dtype of the result.
+        params: parameters with the adapter; those of the base are not copied.
+    """
     layers = put_beside(params)["layers"]
     made = [decoding_layer(cut_layer(config, layers, layer), config, None) for layer in range(config.num_layers)]
-    return [{path: leaf for path, leaf in flatten_dict(layer).items() if path[-1] in LORA_NAMES} for layer in made]
+    forms = {"lora_a": jnp.transpose, "lora_b": lambda leaf: scale * leaf}
+    return [
+        {path: forms[path[-1]](leaf).astype(dtype) for path, leaf in flatten_dict(layer).items() if path[-1] in forms}
+        for layer in made
+    ]
+
+
+def adapted_projections(layer: Leaves) -> tuple[str, ...]:
+    """Return the projections that have adapters in a layer to decode with; of joined ones, the first of them.
+
+    >>> adapted_projections({("mlp", "gate_up_proj", "lora_a"): 1, ("mlp", "gate_up_proj", "lora_b"): 2})
+    ('mlp/gate_proj',)
+    """
+    first = {"qkv_proj": QKV[0], "gate_up_proj": GATE_UP[0]}
+    return tuple(dict.fromkeys(f"{part}/{first.get(name, name)}" for part, name, _ in layer))

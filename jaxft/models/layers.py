@@ -5,7 +5,7 @@ all weights for a few tokens, so that fewer and larger products take less time. 
 by shards of the heads (mesh axis `tensor`), and within a shard by projection: each device has the queries, keys and
 values of its own heads.
 Letters: `B` rows, `T` tokens, `N` tokens of all rows or heads, `D` input width, `F` output width, `r` rank of an
-adapter, `V` vocabulary, `h` head width, `P` pairs of a head's components that a rotation turns.
+adapter, `A` places of adapters, `V` vocabulary, `h` head width, `P` pairs of a head's components that a rotation turns.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +137,8 @@ class Linear(nnx.Module):
         self.lora_b = None if lora is None else nnx.Param(jnp.zeros((lora.rank, outputs)))
         self.lora_scale = 0.0 if lora is None else lora.scale
 
-    def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N F"]:
+    def __call__(self, x: Float[Array, "*N D"], places: Int[Array, "B"] | None = None) -> Float[Array, "*N F"]:
+        """Return the product of each token; with the places of rows' adapters, `lora_a` and `lora_b` are stacks."""
         # With a transposed kernel, XLA for CPU gives a row the same bits among 8 rows as among 64.
         kernel = self.kernel[...].T if self.is_transposed else self.kernel[...]
         flat = x.reshape(-1, x.shape[-1])
@@ -146,9 +147,28 @@ class Linear(nnx.Module):
             a, b = (
                 matrix[...].astype(flat.dtype) for matrix in (self.lora_a, self.lora_b)
             )  # in the dtype of activations
-            y = y + self.lora_scale * matmul(matmul(flat, a), b)
+            if places is None:
+                y = y + self.lora_scale * matmul(matmul(flat, a), b)
+            else:
+                y = y + adapter_product(flat, a, b, jnp.repeat(places, len(flat) // len(places)))
         y = y.reshape(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias[...]
+
+
+def adapter_product(
+    x: Float[Array, "N D"], a: Float[Array, "A r D"], b: Float[Array, "A r F"], places: Int[Array, "N"]
+) -> Float[Array, "N F"]:
+    """Return `x @ A @ B` of each row with the adapter in its place; zeros for place -1.
+
+    All rows are multiplied with all adapters: these are few and narrow, and each is read once.
+
+    >>> a, b = jnp.array([[[1.0]], [[10.0]]]), jnp.array([[[2.0]], [[3.0]]])
+    >>> adapter_product(jnp.ones((3, 1)), a, b, jnp.array([1, -1, 0])).tolist()
+    [[30.0], [0.0], [2.0]]
+    """
+    hidden = (x @ a.reshape(-1, a.shape[-1]).T).reshape(len(x), *a.shape[:2])  # [N A r]
+    is_own = places[:, None] == jnp.arange(len(a))
+    return jnp.where(is_own[:, :, None], hidden, 0).reshape(len(x), -1) @ b.reshape(-1, b.shape[-1])
 
 
 class RMSNorm(nnx.Module):
@@ -271,9 +291,11 @@ class FeedForward(nnx.Module):
         self.width, self.is_joined = width, is_joined
         self.activate = ACTIVATIONS[config.activation]
 
-    def __call__(self, x: Float[Array, "B T D"], sharding: Sharding | None) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x: Float[Array, "B T D"], sharding: Sharding | None, places: Int[Array, "B"] | None = None
+    ) -> Float[Array, "B T D"]:
         if self.is_joined:
-            both = by_heads(sharding, self.gate_up_proj(x))
+            both = by_heads(sharding, self.gate_up_proj(x, places))
             gate, up = split_outputs(both, head_shards(sharding, self.width), (self.width, self.width))
         elif self.is_one_product(sharding):
             kernels = self.gate_proj.kernel[...], self.up_proj.kernel[...]
@@ -283,7 +305,7 @@ class FeedForward(nnx.Module):
             gate, up = both[..., : self.width], both[..., self.width :]  # a split's gradient would be a copy
         else:
             gate, up = (checkpoint_name(project(x), WIDENED) for project in (self.gate_proj, self.up_proj))
-        return self.down_proj(by_heads(sharding, self.activate(gate) * up))
+        return self.down_proj(by_heads(sharding, self.activate(gate) * up), places)
 
     def is_one_product(self, sharding: Sharding | None) -> bool:
         """True if gate and up are one product in training, so that GPUs compute both of its gradients by one kernel.

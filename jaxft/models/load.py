@@ -1,14 +1,14 @@
 """Making of models, with random weights or from files (Hugging Face's, GGUF, PEFT's), to train and to sample from."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from jaxft.core.partition import ADAPTER, BASE
@@ -17,7 +17,7 @@ from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
 from jaxft.files import home_path
 from jaxft.models.config import DecoderConfig, LoraSpec, model_preset
-from jaxft.models.decoder import Remat, decoder, init_params, lay_out_adapters, parameter_shapes
+from jaxft.models.decoder import Remat, decoder, init_params, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.gguf import config_file, gguf_file, gguf_tensors
 from jaxft.models.hf import file_tensors
@@ -146,30 +146,6 @@ def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> 
     assert isinstance(model.lora, LoraSpec)
     base, adapter = (flatten_dict(params.pop(name)) for name in (BASE, ADAPTER))
     return base_model(model), merge_and_drop(model.lora, base, adapter, dtype)
-
-
-def load_beside(
-    folder: str | os.PathLike[str], model: Model, params: Params, *, compute_dtype: Any = None
-) -> tuple[Model, Callable[[Params], Params]]:
-    """Load a folder's adapters for a base that is loaded already, on one device, and keeps its arrays.
-
-    Returns:
-        The model with adapters, and a function that puts them beside the base's weights to decode with.
-
-    Raises:
-        ModelFileError: the folder is damaged, or its adapters belong to another base.
-    """
-    assert isinstance(model.config, DecoderConfig)
-    adapter = commit_like(params, load_adapter(folder, model.config, params))
-    adapters = lay_out_adapters(model.config, {BASE: params, ADAPTER: adapter})
-
-    def put_beside(laid_out: Params) -> Params:
-        dtype, layers = laid_out["embed"].dtype, laid_out["decoding_layers"]
-        cast = jax.tree.map(lambda leaf: leaf.astype(dtype), adapters)
-        joined = [unflatten_dict(flatten_dict(layer) | own) for layer, own in zip(layers, cast, strict=True)]
-        return {**laid_out, "decoding_layers": joined}
-
-    return decoder(model.config, compute_dtype=compute_dtype, lora=load_lora_config(folder)), put_beside
 
 
 def base_place(folder: str | os.PathLike[str]) -> str | Path:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 from jaxft.errors import PromptTooLongError, RequestError
+from jaxft.rollout.adapters import Adapter
 from jaxft.rollout.calls import CARRIED, Call, Completion, Prompt, Reply
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
@@ -42,10 +43,18 @@ class ChatClient(LanguageModel):
     Attributes:
         policy: the policy or snapshot that answers.
         long_prompts: treatment of prompts that leave no room for an answer.
+        adapter: adapter that answers beside the policy's weights; None for these alone.
     """
 
-    def __init__(self, policy: Policy | Snapshot, name: str = "policy", long_prompts: LongPrompts = "fail") -> None:
+    def __init__(
+        self,
+        policy: Policy | Snapshot,
+        name: str = "policy",
+        long_prompts: LongPrompts = "fail",
+        adapter: Adapter | None = None,
+    ) -> None:
         self.policy = policy
+        self.adapter = adapter
         self.name = name
         self.long_prompts = long_prompts
         self.max_context_tokens = policy.engine.max_context_tokens
@@ -335,7 +344,8 @@ class ChatClient(LanguageModel):
         room = self.max_context_tokens - len(prompt.ids)
         return Request(
             prompt_ids=prompt.ids,
-            key_ids=key_ids,
+            key_ids=key_ids if self.adapter is None else (key_ids[0] ^ self.adapter.seed, *key_ids[1:]),
+            adapter=self.adapter,
             max_tokens=max(room, 1) if request.max_tokens is None else request.max_tokens,
             temperature=request.temperature,
             top_k=request.top_k,

@@ -15,7 +15,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxft.core.cache import PAGE_TOKENS, SharedTables, compute_dtype, copy_pages, init_cache, page_axes, pages_for
+from jaxft.core.cache import (
+    PAGE_TOKENS,
+    AdaptedTables,
+    SharedTables,
+    compute_dtype,
+    copy_pages,
+    init_cache,
+    page_axes,
+    pages_for,
+)
 from jaxft.core.decode import DecodeState, Masks, RowParams, SampledTokens, decode, draw, next_logits
 from jaxft.core.sampling import LogitBias, SamplingParams, fold_ids
 from jaxft.core.sharding import by_rows
@@ -52,7 +61,7 @@ class PrefillChunks(NamedTuple):
     tokens: Int[Any, "P L"]
     starts: Int[Any, "P"]
     counts: Int[Any, "P"]
-    tables: Int[Any, "P C"]
+    tables: Int[Any, "P C"] | AdaptedTables
 
 
 class Admission(NamedTuple):
@@ -129,7 +138,7 @@ def advance(
     params: Params,
     cache: Cache,
     slots: DecodeBatch,
-    tables: Int[Any, "B C"] | SharedTables,
+    tables: Int[Any, "B C"] | SharedTables | AdaptedTables,
     chosen: Bool[Any, "R"] | Int[Any, "P"],
 ) -> tuple[Cache, DecodeBatch, SampledTokens, Bool[Array, "B"]]:
     """Decode `num_steps` tokens of some slots; return pages, slots, and tokens and activity of each row.
@@ -141,7 +150,7 @@ def advance(
         params: weights to decode with.
         cache: all pages.
         slots: all slots.
-        tables: pages of each row, and which of them rows share.
+        tables: pages of each row, which of them rows share, and the adapters of rows.
         chosen: True for the slots to decode, where every slot is a row; or the slots of a few rows, of which padding
             has one beyond the last.
     """
@@ -159,7 +168,7 @@ def compute_logits(
     params: Params,
     cache: Cache,
     slots: DecodeBatch,
-    tables: Int[Any, "B C"],
+    tables: Int[Any, "B C"] | AdaptedTables,
     chosen: Bool[Any, "R"] | Int[Any, "P"],
     old_logits: Float[Array, "B V"] | None,
 ) -> tuple[Cache, Float[Array, "B V"]]:
@@ -227,6 +236,7 @@ def most_likely(
     num_tokens: Int[Any, ""],
     temperature: Float[Any, ""],
     count: int,
+    adapted: AdaptedTables | None = None,
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
     """Return log-probabilities and ids of the `count` tokens that are most likely to follow each token of a row.
 
@@ -241,9 +251,11 @@ def most_likely(
         num_tokens: number of tokens of the row; results of later pages are 0.
         temperature: sampling temperature.
         count: number of tokens to return at each position.
+        adapted: any tables with the adapter of the row; None for a row without one.
     """
     length, width = tokens.shape[1], PAGE_TOKENS
-    cache, tables = init_cache(model, len(tokens), length, compute_dtype(params))
+    cache, own = init_cache(model, len(tokens), length, compute_dtype(params))
+    tables = own if adapted is None else adapted._replace(tables=own)
     found = jnp.zeros((length, count), jnp.float32), jnp.zeros((length, count), jnp.int32)
 
     def score(index: Any, carry: Any) -> Any:

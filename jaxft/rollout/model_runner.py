@@ -30,6 +30,7 @@ from jaxft.core.sampling import LogitBias, Penalties, SamplingParams
 from jaxft.core.sharding import commit_like, compute_platform, device_bytes
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.config import DecoderConfig
+from jaxft.rollout.adapters import Adapter, AdapterStack
 from jaxft.rollout.calls import TopLogprobs
 from jaxft.rollout.decode_batch import (
     MAX_BIASED_IDS,
@@ -75,6 +76,7 @@ class PrefillChunk(NamedTuple):
     start: int
     tokens: Sequence[int]
     pages: Sequence[int]
+    adapter: Adapter | None = None
 
 
 class PageCopy(NamedTuple):
@@ -86,11 +88,12 @@ class PageCopy(NamedTuple):
 
 
 class PrefillRow(NamedTuple):
-    """A slot to decode: its pages, and the number of its tokens so far, prompt included."""
+    """A slot to decode: its pages, the number of its tokens so far, prompt included, and its adapter."""
 
     slot: int
     pages: Sequence[int]
     num_tokens: int
+    adapter: Adapter | None = None
 
 
 @dataclass
@@ -179,6 +182,7 @@ class ModelRunner:
         if least is not None and model.sharding is None and slots >= 4 * least:
             self._few_rows = max(least, slots // FEW_SHARE)
         self._arrays: _Arrays | None = None
+        self._adapters = AdapterStack()
 
     def cache_bytes(self, dtype: Any) -> int:
         """Return the bytes per device of the pages, allocated yet or not."""
@@ -188,7 +192,7 @@ class ModelRunner:
 
     def reset(self) -> None:
         """Drop all arrays, which may have been donated to a call that failed."""
-        self._arrays = None
+        self._arrays, self._adapters = None, AdapterStack()
 
     def chunk_width(self, tokens: int) -> int:
         """Return the width of the programs that prefill the next chunk of so many tokens."""
@@ -254,16 +258,16 @@ class ModelRunner:
         """
         model, arrays, dispatch = self._model, self._make_programs(params), []
         for slots, is_few, tables, chosen in self._split(rows, 1):
-            given, old = (params, arrays.cache, arrays.slots, tables, chosen), arrays.logits.pop(len(tables), None)
+            given, old = (params, arrays.cache, arrays.slots, tables, chosen), arrays.logits.pop(len(chosen), None)
             if old is None and self._keeps_logits:
                 shape = jax.eval_shape(partial(compute_logits, model), *given, None)[1]
                 old = commit_like(params, jnp.zeros(shape.shape, shape.dtype))
             arrays.cache, logits = compute_logits(model, *given, old)
             if self._keeps_logits:
-                arrays.logits[len(tables)] = logits
+                arrays.logits[len(chosen)] = logits
             masked = [(row if is_few else slot, slot) for row, slot in enumerate(slots) if slot in constraints]
-            size = len(tables) if self._few_rows is None or len(masked) > self._few_rows else self._few_rows
-            numbers: Any = np.full(size, len(tables), np.int32)
+            size = len(chosen) if self._few_rows is None or len(masked) > self._few_rows else self._few_rows
+            numbers: Any = np.full(size, len(chosen), np.int32)
             numbers[: len(masked)] = [row for row, _ in masked]
             allowed = np.zeros((size, -(-vocabulary // 32)), np.uint32)
             for words, (_, slot) in zip(allowed, masked, strict=False):
@@ -275,7 +279,7 @@ class ModelRunner:
 
     def _split(self, rows: Sequence[PrefillRow], num_steps: int) -> Iterator[tuple[tuple[int, ...], bool, Any, Any]]:
         """Yield slots of each program, whether it has few rows, its page tables, and the choice of its slots."""
-        pages = {row.slot: row.pages for row in rows}
+        pages, adapters = {row.slot: row.pages for row in rows}, {row.slot: row.adapter for row in rows}
         columns = {row.slot: pages_for(row.num_tokens + num_steps - 1) for row in rows}
         self.counts.seen_tokens += num_steps * sum(row.num_tokens for row in rows)
         for slots, is_few in split_batch(columns, self.slots, self._few_rows):
@@ -283,7 +287,9 @@ class ModelRunner:
                 assert self._few_rows is not None
                 chosen: Any = np.full(self._few_rows, self.slots, np.int32)
                 chosen[: len(slots)] = slots
-                yield slots, True, self._tables([pages[slot] for slot in slots], self._few_rows), chosen
+                few: Any = self._tables([pages[slot] for slot in slots], self._few_rows)
+                few = self._adapters.beside(few, [adapters[slot] for slot in slots], self._few_rows)
+                yield slots, True, few, chosen
             else:
                 tables: Any = self._tables([pages.get(slot, ()) for slot in range(self.slots)], self.slots)
                 if self._shares_pages and num_steps == max(DISPATCH_TOKENS):
@@ -291,7 +297,9 @@ class ModelRunner:
                     whole[list(pages)] = [(row.num_tokens - 1) // PAGE_TOKENS for row in rows]
                     shared = find_shared_pages(tables, whole, self.row_shards)
                     tables = tables if shared is None else SharedTables(tables, shared)
-                yield slots, False, tables, np.isin(np.arange(self.slots), slots)
+                is_chosen = np.isin(np.arange(self.slots), slots)
+                own = [adapters[slot] if is_chosen[slot] else None for slot in range(self.slots)]
+                yield slots, False, self._adapters.beside(tables, own, self.slots), is_chosen
             self.counts.decode_steps += num_steps
 
     def read(self, dispatch: Dispatch) -> tuple[SampledTokens, Bool[np.ndarray, "R"]]:
@@ -320,8 +328,9 @@ class ModelRunner:
         fed = [*request.prompt_ids, *token_ids][:-1]
         rows = np.zeros((self.row_shards, self.columns * PAGE_TOKENS), np.int32)
         rows[:, : len(fed)] = fed
+        adapted = None if request.adapter is None else self._adapters.beside(rows, [request.adapter], len(rows))
         values, ids = jax.device_get(
-            most_likely(self._model, params, rows, np.int32(len(fed)), np.float32(request.temperature), count)
+            most_likely(self._model, params, rows, np.int32(len(fed)), np.float32(request.temperature), count, adapted)
         )
         positions, chosen = range(len(request.prompt_ids) - 1, len(fed)), slice(request.top_logprobs)
         return [tuple(zip(ids[i, chosen].tolist(), values[i, chosen].tolist(), strict=True)) for i in positions]
@@ -416,12 +425,14 @@ class ModelRunner:
         rows = each * self.row_shards
         tokens = np.zeros((rows, width), np.int32)
         pages: list[Sequence[int]] = [()] * rows
+        adapters: list[Adapter | None] = [None] * rows
         starts, counts = np.zeros((2, rows), np.int32)
         for shard, of_shard in enumerate(by_shard):
             for row, chunk in enumerate(of_shard, shard * each):
                 tokens[row, : len(chunk.tokens)] = chunk.tokens
                 starts[row], counts[row], pages[row] = chunk.start, len(chunk.tokens), chunk.pages
-        return PrefillChunks(tokens, starts, counts, self._tables(pages, rows))
+                adapters[row] = chunk.adapter
+        return PrefillChunks(tokens, starts, counts, self._adapters.beside(self._tables(pages, rows), adapters, rows))
 
     def _copies(self, by_shard: Sequence[Sequence[PageCopy]]) -> tuple[Int[np.ndarray, "D P"], Int[np.ndarray, "D P"]]:
         sources = np.full((self.row_shards, ADMISSION_ROWS), self.num_pages, np.int32)

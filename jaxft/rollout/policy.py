@@ -16,16 +16,17 @@ import jax.numpy as jnp
 from huggingface_hub import ModelCard
 from jaxtyping import Array, Bool
 
-from jaxft.core.partition import BASE
-from jaxft.core.sharding import compute_devices, compute_platform
+from jaxft.core.partition import ADAPTER, BASE
+from jaxft.core.sharding import commit_like, compute_devices, compute_platform
 from jaxft.core.types import Model, Params
 from jaxft.errors import NonFiniteError, PolicyLostError
 from jaxft.files import home_path
-from jaxft.models.config import DecoderConfig, LoraSpec
-from jaxft.models.decoder import parameter_shapes
+from jaxft.models.config import PROJECTIONS, DecoderConfig, LoraSpec
+from jaxft.models.decoder import lay_out_adapter
 from jaxft.models.hf import save_model
 from jaxft.models.model_card import SavedWeights, card_text
 from jaxft.models.peft import base_fingerprint, save_adapter
+from jaxft.rollout.adapters import Adapter
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.device import CompileCounter, DeviceThread
 from jaxft.rollout.engine import Engine
@@ -135,16 +136,14 @@ class Policy:
         slots: int = 64,
         max_context_tokens: int = 512,
         cache_tokens: int | None = None,
-        adapter: tuple[Model, Callable[[Params], Params]] | None = None,
     ) -> "Snapshot":
-        """Add a snapshot, which is the policy itself until the first training job, or the policy with adapters.
+        """Add a snapshot, which is the policy itself until the first training job.
 
         Args:
             name: name of the snapshot, under which checkpoints have it.
             every: number of versions after which the snapshot is replaced; see `SamplingWeights`.
             seed: seed of its own noise.
             slots, max_context_tokens, cache_tokens: sizes of its own engine.
-            adapter: result of `load_beside` for a policy that is not trained; None for an earlier version.
 
         Raises:
             ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
@@ -152,14 +151,9 @@ class Policy:
         """
         check_sizes(slots, max_context_tokens)
         check_context(self.model, max_context_tokens)
-        model, make_engine = self._sampler, self._make_engine
-        if adapter is None:
-            self.weights.every[name] = every
-        else:
-            model, self.weights.adapters[name] = adapter
-            make_engine = partial(make_engine, shapes=parameter_shapes(model.config, model.lora))
-        engine = make_engine(
-            model,
+        self.weights.every[name] = every
+        engine = self._make_engine(
+            self._sampler,
             get_params=partial(self.sampling_params, name),
             seed=seed,
             slots=slots,
@@ -168,6 +162,32 @@ class Policy:
         )
         self.snapshots[name] = Snapshot(self, name, engine)
         return self.snapshots[name]
+
+    async def add_adapter(self, lora: LoraSpec, params: Params, *, seed: int = 0) -> Adapter:
+        """Return an adapter that requests may have beside the policy's weights, in one batch with all others.
+
+        Args:
+            lora: its rank, scale and targets.
+            params: its parameters, as `load_adapter` returns them.
+            seed: becomes the attribute.
+
+        Raises:
+            ValueError: the policy is no decoder, has adapters of its own, or is on several devices; or it has experts,
+                and the adapter changes more than attention.
+        """
+        config, is_whole = self.model.config, self.model.sharding is None and self._sampler.sharding is None
+        if not isinstance(config, DecoderConfig) or self.model.lora is not None or not is_whole:
+            raise ValueError("an adapter can only stand beside a decoder without adapters, on one device")
+        if config.num_experts and any(lora.is_target(path) for path in PROJECTIONS if path.startswith("mlp/")):
+            raise ValueError(
+                f"targets of the adapter are {lora.targets}; beside a model with experts wanted self_attn/*"
+            )
+
+        def lay_out(base: Params) -> Adapter:
+            dtype, both = self.weights.transfer.dtype(base), {BASE: base, ADAPTER: commit_like(base, params)}
+            return Adapter(lay_out_adapter(config, lora.scale, dtype, both), seed)
+
+        return await self.read(lay_out)
 
     async def update(
         self, job: Callable[[Params], tuple[Params, T]], *, has_changed: Callable[[T], bool] = lambda result: True

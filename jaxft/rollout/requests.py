@@ -11,6 +11,7 @@ from jaxft.core import LARGEST_FLOAT32
 from jaxft.core.checks import check_token_ids
 from jaxft.core.sampling import check_penalties, check_sampling
 from jaxft.errors import PromptTooLongError, RequestError
+from jaxft.rollout.adapters import Adapter
 from jaxft.rollout.calls import Completion
 from jaxft.rollout.decode_batch import MAX_BIASED_IDS, MAX_STOP_IDS
 from jaxft.rollout.grammar import Constraint, LateEnd
@@ -35,6 +36,7 @@ class Request:
         top_logprobs: number of most likely tokens to return for each sampled token.
         begin_constraint: begins to follow what the answer must match: a grammar, or a least length; None if it is free.
         presence_penalty, frequency_penalty, repetition_penalty: see `penalize`.
+        adapter: adapter beside the weights of the policy; None for these alone.
         begun: beginning of the answer, which an earlier request sampled; it counts in `max_tokens`.
     """
 
@@ -54,6 +56,7 @@ class Request:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     begun: Completion | None = None
+    adapter: Adapter | None = None
 
     @property
     def is_filtered(self) -> bool:

@@ -28,15 +28,19 @@ OnTokens = Callable[[list[int], list[float]], None]
 """Function of new token ids and their log-probabilities, called in the event loop of the request."""
 
 
-def page_keys(tokens: Sequence[int]) -> list[bytes]:
+def page_keys(tokens: Sequence[int], adapter: int = 0) -> list[bytes]:
     """Return a key for each page that holds these tokens: a digest of all tokens up to the end of the page.
 
+    Args:
+        tokens: the tokens.
+        adapter: number of the adapter that the tokens are read with; 0 for none.
+
     >>> a, b = page_keys(range(100)), page_keys([*range(99), 7])
-    >>> len(a), a[0] == b[0], a[1] == b[1]
-    (2, True, False)
+    >>> len(a), a[0] == b[0], a[1] == b[1], a[0] == page_keys(range(100), adapter=1)[0]
+    (2, True, False, False)
     """
     data, size = np.asarray(tokens, np.int32).tobytes(), 4 * PAGE_TOKENS
-    keys, last = [], b""
+    keys, last = [], hashlib.sha256(b"%d" % adapter).digest() if adapter else b""
     for start in range(0, len(data), size):
         last = hashlib.sha256(last + data[start : start + size]).digest()
         keys.append(last)
@@ -202,7 +206,8 @@ class Running:
         """Begin to decode after these tokens of the answer."""
         left = self.request.max_tokens - len(sampled)
         self.current = replace(self.request, prompt_ids=(*self.request.prompt_ids, *sampled), max_tokens=left)
-        self.keys = page_keys(self.current.prompt_ids[:-1])
+        adapter = 0 if self.request.adapter is None else self.request.adapter.number
+        self.keys = page_keys(self.current.prompt_ids[:-1], adapter)
 
     @property
     def num_fed(self) -> int:
@@ -330,7 +335,8 @@ class Scheduler:
                     break
                 room[running.shard] -= 1
                 start, end = running.prefilled, running.prefilled + min(left, width)
-                chunks.append(PrefillChunk(running.shard, start, running.current.prompt_ids[start:end], running.pages))
+                tokens, adapter = running.current.prompt_ids[start:end], running.request.adapter
+                chunks.append(PrefillChunk(running.shard, start, tokens, running.pages, adapter))
                 running.prefilled = end
             for index in range(begun // PAGE_TOKENS, pages_for(running.prefilled)):
                 self.pools[running.shard].record(running.keys[index], running.pages[index])
@@ -349,7 +355,7 @@ class Scheduler:
         for running in ready:
             self._reserve(running, min(num_steps, self._limit(running) - running.reach))
         rows = [  # others gave their pages to older ones
-            (running, PrefillRow(running.slot, running.pages, running.reach))
+            (running, PrefillRow(running.slot, running.pages, running.reach, running.request.adapter))
             for running in ready
             if running.slot is not None
         ]

@@ -5,7 +5,6 @@ devices that sample. `SamplingWeights` has all weights that requests to a policy
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -234,7 +233,6 @@ class SamplingWeights:
         beside: the copies by name: those of snapshots that are another version than the policy, and the pinned ones.
         is_pinned: True while requests to the policy are answered with pinned weights; released ones stay in `beside`.
         every: number of versions after which a snapshot is replaced, by its name.
-        adapters: functions that put adapters beside the policy's weights to decode with, by name.
     """
 
     def __init__(self, model: Model, params: Params, sampler: Model | None) -> None:
@@ -246,7 +244,6 @@ class SamplingWeights:
         self.beside: dict[str, Weights] = {}
         self.is_pinned = False
         self.every: dict[str, int] = {}
-        self.adapters: dict[str, Callable[[Params], Params]] = {}
         self._replaced: dict[str, Weights] = {}  # snapshots as they were before the pinned weights were released
         self._laid_out: dict[str, Params] = {}
 
@@ -270,9 +267,7 @@ class SamplingWeights:
         Raises:
             PolicyLostError: they have to be made, which one of several processes cannot.
         """
-        if name in self.adapters and name not in self._laid_out:
-            self._laid_out[name] = self.adapters[name](self.decode_params()[0])
-        elif name not in self.adapters and self.sampled_version(name) == self.sampled_version():
+        if self.sampled_version(name) == self.sampled_version():
             name = POLICY
         if name not in self._laid_out:
             if self.spans_processes and is_alone:

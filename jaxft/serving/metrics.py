@@ -58,7 +58,8 @@ class Metrics(Collector):
 
     def __init__(self, llms: Mapping[str, LanguageModel]) -> None:
         """Make the metrics of a server of language models, those of policies in this process with their engines."""
-        self._engines = {name: llm.policy.engine for name, llm in llms.items() if isinstance(llm, ChatClient)}
+        clients = {name: llm for name, llm in llms.items() if isinstance(llm, ChatClient)}
+        self._engines = {name: llm.policy.engine for name, llm in clients.items() if llm.adapter is None}
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._requests = Counter(
