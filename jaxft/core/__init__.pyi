@@ -10,10 +10,16 @@ from .logprobs import (
 from .partition import (
     ADAPTER as ADAPTER,
     BASE as BASE,
+    trainable as trainable,
 )
 from .sharding import (
     AXES as AXES,
     device_bytes as device_bytes,
+)
+from .update import (
+    Sums as Sums,
+    Update as Update,
+    add_microbatch as add_microbatch,
 )
 
 LARGEST_FLOAT32: float

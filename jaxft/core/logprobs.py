@@ -87,6 +87,7 @@ def token_logprobs(
     completion_mask: Bool[Array, "B T"] | None = None,
     with_sum_pi_squared: bool = False,
     branches: Branches | None = None,
+    targets: Int[Array, "B T"] | None = None,
 ) -> Scored:
     """Return the log-probability of `tokens[b, t]` given `tokens[b, :t]`, and the distribution's entropy, each `[B T]`.
 
@@ -114,6 +115,7 @@ def token_logprobs(
         with_sum_pi_squared: True to compute the sum of squared probabilities, too, by a second pass of the head.
         branches: columns of rows whose sequences share a prefix; the first token of each branch is predicted by the
             last one of the prefix. None for others.
+        targets: tokens to score in the place of `tokens`, each given `tokens[b, :t]`; None for `tokens`.
 
     Raises:
         ValueError: `temperature` has a shape that fits neither rows nor tokens; `positions` or `segment_ids` have
@@ -127,7 +129,7 @@ def token_logprobs(
     >>> print(token_logprobs(model, params, jnp.array([[0, 1, 1]])).logprobs.round(4))  # log(1/2)
     [[ 0.     -0.6931 -0.6931]]
     """
-    check_shapes("B T", tokens=tokens, positions=positions, segment_ids=segment_ids)
+    check_shapes("B T", tokens=tokens, positions=positions, segment_ids=segment_ids, targets=targets)
     rows, length = tokens.shape
     temperature = jnp.asarray(temperature, jnp.float32)
     if temperature.shape not in ((), (rows,), (rows, length)):
@@ -147,7 +149,7 @@ def token_logprobs(
     hidden, predicting = before(model, params)
     if not isinstance(tokens, jax.core.Tracer):
         check_token_ids("tokens", tokens, vocabulary_size(model, params))
-    scored = [predicting, tokens[:, 1:], temperature[:, 1:]]
+    scored = [predicting, (tokens if targets is None else targets)[:, 1:], temperature[:, 1:]]
     if teacher is not None:
         teacher_params = jax.lax.stop_gradient(teacher_params)
         its_hidden = before(teacher.model, teacher_params)[1] if teacher_hidden is None else teacher_hidden[:, 1:]

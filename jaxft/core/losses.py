@@ -87,9 +87,9 @@ def policy_loss(
             GSPO-token form, `stop_gradient(s) e^(lp - stop_gradient(lp))` (arXiv 2507.18071 eq. 14). Value and gradient
             are those of `s` itself where a row has one advantage and one weight; where they vary along the row, a
             token keeps its own advantage and weight, packed or padded.
-        clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo `clip_high` is the cap,
-            for dppo both bound the change of a token's distribution, for gmpo its log-ratio. One for all tokens, or a
-            table `[B T]`, as for `beta`.
+        clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo to
+            `[clip_low, clip_high]`, for dppo both bound the change of a token's distribution, for gmpo its log-ratio.
+            One for all tokens, or a table `[B T]`, as for `beta`.
         delta: dual clip, an upper bound `-delta A` on the loss where `A < 0` (arXiv 1912.09729).
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
         kl: estimator of the KL, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.

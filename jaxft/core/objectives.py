@@ -435,4 +435,5 @@ def score_batch(
         completion_mask=mask,
         with_sum_pi_squared=with_sum_pi_squared,
         branches=batch.branches,
+        targets=batch.targets,
     )

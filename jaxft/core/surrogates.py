@@ -208,8 +208,8 @@ SURROGATES: Mapping[str, Surrogate] = {
     "clip_selected": Surrogate(lambda inputs: jnp.where(_selected(inputs), 0.0, _clipped(inputs)), _outside_clip),
     "hold_selected": Surrogate(_held_near, _outside_nothing),
     "cap": Surrogate(
-        lambda inputs: _weighted_logprobs(inputs, jnp.minimum(inputs.ratio, inputs.clip_high)),
-        lambda inputs: (jnp.zeros_like(inputs.ratio, bool), inputs.ratio > inputs.clip_high),
+        lambda inputs: _weighted_logprobs(inputs, jnp.clip(inputs.ratio, inputs.clip_low, inputs.clip_high)),
+        lambda inputs: (inputs.ratio < inputs.clip_low, inputs.ratio > inputs.clip_high),
     ),
     "reinforce": Surrogate(
         lambda inputs: -inputs.advantages * jnp.where(inputs.mask, inputs.logprobs, 0.0), _outside_nothing

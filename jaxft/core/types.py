@@ -155,6 +155,7 @@ class Batch(NamedTuple):
     `teacher_hidden` is the hidden state of a teacher that reads another prompt, before it is given the token, of which
     its head makes the logits; 0 for tokens that it does not teach. None: a teacher reads the same tokens. An update
     also takes `HostStates`, which it makes when it comes to the microbatch.
+    `targets` are the tokens that are scored in the place of `tokens`, which are read. None: the same.
     """
 
     tokens: Int[Array, "B T"]
@@ -178,6 +179,7 @@ class Batch(NamedTuple):
     supports: UInt32[Array, "B T W"] | None = None
     branches: Branches | None = None
     teacher_hidden: Float[Array, "B T E"] | None = None
+    targets: Int[Array, "B T"] | None = None
 
     @property
     def counted(self) -> tuple[Any, ...]:

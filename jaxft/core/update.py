@@ -212,9 +212,9 @@ class Update:
         parts = self.microbatches(batch)
         states = [part.teacher_hidden for part in parts]
         parts = self._place_parts([part._replace(teacher_hidden=None) for part in parts])
-        trained, frozen = self._partition(state)
-        is_sound = self._soundness(trained)
         if len(parts) == 1:
+            trained, frozen = self._partition(state)
+            is_sound = self._soundness(trained)
             part = parts[0]._replace(teacher_hidden=self._placed_states(states[0]))
             trained, metrics = self._whole(trained, frozen, part, is_sound)
             pause(metrics["loss"])
@@ -231,6 +231,17 @@ class Update:
                 jax.block_until_ready(sums.loss)
             sums = self._add(state.params, sums, part, denominators)
             pause(sums.loss)
+        return self.apply(state, sums)
+
+    def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+        """Return the state after the optimizer step of accumulated gradients, or the same state if it is skipped.
+
+        Args:
+            state: the state, which is donated.
+            sums: the sums.
+        """
+        trained, frozen = self._partition(state)
+        is_sound = self._soundness(trained)
         trained, metrics = self._finish(trained, sums, is_sound)
         self._remember(trained, is_sound)
         return trained._replace(params=combine(trained.params, frozen)), metrics

@@ -30,3 +30,7 @@ from .flash import (
     MOST_SEGMENTS as MOST_SEGMENTS,
     compute_capability as compute_capability,
 )
+from .load import (
+    init_adapter as init_adapter,
+    with_adapters as with_adapters,
+)

@@ -148,6 +148,12 @@ def load_merged(folder: str | os.PathLike[str], *, dtype: Any = jnp.float32) -> 
     return base_model(model), merge_and_drop(model.lora, base, adapter, dtype)
 
 
+def with_adapters(model: Model, lora: LoraSpec, *, compute_dtype: Any = None) -> Model:
+    """Return a base with adapters, whose parameters are `{"base": ..., "adapter": ...}`."""
+    assert isinstance(model.config, DecoderConfig)
+    return decoder(model.config, compute_dtype=compute_dtype, lora=lora, sharding=model.sharding)
+
+
 def base_place(folder: str | os.PathLike[str]) -> str | Path:
     """Return the folder or hub id of the base of a folder's adapters: its subfolder `base`, or that of its config.
 

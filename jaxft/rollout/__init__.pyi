@@ -47,7 +47,11 @@ from .recorder import (
 )
 from .requests import (
     MAX_TOP_LOGPROBS as MAX_TOP_LOGPROBS,
+    Request as Request,
 )
 from .transport import (
     async_transport as async_transport,
+)
+from .streaming import (
+    StopFinder as StopFinder,
 )
