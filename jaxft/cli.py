@@ -159,6 +159,12 @@ def _serve_arguments(parser: Parser) -> None:
         metavar="NAME=FOLDER",
         help="serve a run's or folder's LoRA adapters by this name beside their base, the source; may be repeated",
     )
+    parser.add_argument(
+        "--tinker", action="store_true", help="serve training and sampling to scripts for Tinker instead"
+    )
+    parser.add_argument(
+        "--model-name", metavar="NAME", help="with --tinker, the name that scripts ask for the model by"
+    )
     override_arguments(parser)
     log_arguments(parser)
 

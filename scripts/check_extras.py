@@ -51,6 +51,7 @@ PURPOSES = {
     "pydantic-ai": "agents of pydantic-ai",
     "openai-agents": "agents of openai-agents",
     "nat": "`nat finetune` of NeMo Agent Toolkit",
+    "tinker": "scripts for Tinker, trained on this machine",
     "fabric": "Deep Agents, mini-SWE-agent and remote agents, run by NeMo Fabric",
     "llama-index": "agents of LlamaIndex",
     "test": "the tests of a checkout",

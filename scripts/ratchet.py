@@ -22,7 +22,7 @@ FILE = ROOT / "scripts" / "ratchet.json"
 COUNTED_BY_TESTS = ("programs", "processes")
 CONFIG_ROOT = "ConfigModel"
 NAMESPACES = ("losses", "advantages", "packing", "sampling", "episodes")
-OUTBUILDINGS = ("serving", "report", "planning", "nat", "environments")
+OUTBUILDINGS = ("serving", "report", "planning", "nat", "environments", "tinker")
 """Packages that the inner house does not import."""
 LAYOUT = {
     tokenize.COMMENT,

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import pkgutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,11 @@ def run_serve(parsed: argparse.Namespace, given: Sequence[str]) -> int:
         source = parsed.source or parsed.config_file
         models = read_layers(source) if parsed.source is None else model_configuration(source)
         add_adapters(models, parsed.adapter, has_source=parsed.source is not None)
-        await serve(load_models(models, parsed.override, str(source)), parsed.port)
+        make_app = None
+        if parsed.tinker:
+            serve_models = pkgutil.resolve_name("jaxft.tinker.app:serve_models")
+            make_app = partial(serve_models, name=parsed.model_name)
+        await serve(load_models(models, parsed.override, str(source)), parsed.port, make_app)
 
     return run_main(main, title=f"serve {parsed.source or parsed.config_file}", log_level=parsed.log_level)
 

@@ -75,6 +75,7 @@ class Builder(ConfigBuilder):
         validation: configuration of the validation's workflow and evaluators that a program gives; None for that of
             `eval.validation`.
         now: time of the run, which chat templates that write a date write in all its prompts; None: the present time.
+        make_app: makes the app of the server of the models by their names; None: that of the entry point.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Builder(ConfigBuilder):
         self.chosen: dict[str, str] = {} if lender is None else lender.chosen
         self.validation: Config | None = None
         self.now: datetime | None = None if lender is None else lender.now
+        self.make_app: Callable[[Any], Any] | None = None
         self._components: dict[str, asyncio.Task[Any]] = {}
         self._closing = AsyncExitStack()
 
@@ -172,7 +174,8 @@ class Builder(ConfigBuilder):
         if port is not None:
             config = config.model_copy(update={"port": port})
         try:
-            make_app, make_server = plugin("jaxft.endpoint", "app"), plugin("jaxft.endpoint", "server")
+            make_app = self.make_app or plugin("jaxft.endpoint", "app")
+            make_server = plugin("jaxft.endpoint", "server")
         except ImportError as error:
             raise ComponentError(f'the server of llms needs packages ({error}): pip install "jaxft[serve]"') from None
         made = {name: await self.get_llm(name) for name in self.config.llms}
@@ -188,7 +191,7 @@ class Builder(ConfigBuilder):
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError([f"llms.{first or '<name>'}.serve: cannot listen on {place}: {reason}"]) from None
         self._closing.push_async_callback(server.close)
-        self.console.message(f"serving {', '.join(llms)} at {server.url}/v1")
+        self.console.message(f"serving {', '.join(llms)} at {server.url}" + "/v1" * (self.make_app is None))
         return config.url or reachable_url(server.url, config.host)
 
     async def get_workflow(self) -> Workflow:

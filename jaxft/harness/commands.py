@@ -215,12 +215,13 @@ def _show_difference(
     return {"difference" if name == "mean" else f"difference_{name}": value for name, value in found._asdict().items()}
 
 
-async def serve(config: Config, port: int | None) -> None:
+async def serve(config: Config, port: int | None, make_app: Callable[[Any], Any] | None = None) -> None:
     """Serve the language models of a configuration until a signal comes, then let running requests end.
 
     Args:
         config: result of `load_models`.
         port: takes the place of `llms.<name>.serve.port`; None: that, or 8000.
+        make_app: makes the app of the models by their names; None for the one of OpenAI's and Anthropic's clients.
 
     Raises:
         Stopped: a signal came.
@@ -228,6 +229,7 @@ async def serve(config: Config, port: int | None) -> None:
     shutdown = current_shutdown()
     assert shutdown is not None
     async with open_models(config) as builder:
+        builder.make_app = make_app
         await builder.get_server_url(ServeConfig(), port)
         builder.console.message("SIGINT or SIGTERM ends the server")
         with shutdown.listening() as signalled:

@@ -1,0 +1,252 @@
+"""Tests of the verbs in process: training equals jaxft's own update, states are restored bit for bit, samples."""
+
+import asyncio
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jaxft
+from jaxft.tinker import service as module
+from jaxft.tinker.losses import LOSSES, Datum, make_parts
+from jaxft.tinker.service import LoraConfig, NotFound, SamplingParams, Service
+from jaxft.tinker.training import AdamParams
+
+pytestmark = pytest.mark.slow  # the programs of an update, twice
+
+ADAM = AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+LENGTHS = (8, 24, 16, 16)  # 64 targets, a power of 2, so that weights of 1/64 scale without rounding
+
+
+def make_data(seed=0, weight=1 / 64):
+    draw = np.random.default_rng(seed)
+    rows = [draw.integers(0, 256, length + 1).astype(np.int32) for length in LENGTHS]
+    return [Datum(row[:-1], {"target_tokens": row[1:], "weights": np.full(len(row) - 1, weight)}) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def service(policy, tmp_path_factory):
+    return Service(policy, "Qwen/Qwen3-50k", tmp_path_factory.mktemp("states"), tokens=64)
+
+
+def run(coroutine):
+    async def main():
+        async with asyncio.timeout(120):
+            return await coroutine
+
+    return asyncio.run(main())
+
+
+numbers = itertools.count()
+
+
+async def new_model(service, rank=4, **fields):
+    session = (await service.create_session())["session_id"]
+    config = LoraConfig(rank=rank, seed=7, **fields)
+    made = await service.create_model(session, next(numbers), service.name, config)
+    return session, made["model_id"]
+
+
+def arrays(service, model_id):
+    state = service.model(model_id).state
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((state.params["adapter"], state.opt_state.inner_state))]
+
+
+def as_sft(batch):
+    """The same rows for jaxft's own loss, which scores the tokens that it reads."""
+    tokens = np.where(batch.completion_mask, batch.targets, batch.tokens)
+    return batch._replace(tokens=tokens, targets=None, advantages=None)
+
+
+def test_steps_of_weights_are_those_of_sft_bit_for_bit(service, policy):
+    data, steps = make_data(), 2
+
+    async def main():
+        _, model_id = await new_model(service)
+        before = jax.tree.map(np.asarray, service.model(model_id).state.params["adapter"])
+        for _ in range(steps):
+            found = await service.forward_backward(model_id, data, "cross_entropy")
+            metrics = (await service.optim_step(model_id, ADAM))["metrics"]
+        return model_id, before, found, metrics
+
+    model_id, before, found, metrics = run(main())
+    trained = service.model(model_id)
+    plain = optax.adamw(ADAM.learning_rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    update = jaxft.make_update(trained.model, jaxft.sft_loss, plain)
+    params = {"base": policy.weights.trained, "adapter": jax.device_put(before)}
+    state = jaxft.init_train_state(params, plain, trained.model)
+    for _ in range(steps):
+        state, own = update(state, [as_sft(batch) for _, batch in make_parts(data, LOSSES["cross_entropy"], 64)])
+    ours, wanted = (jax.tree.leaves(each.params["adapter"]) for each in (trained.state, state))
+    assert all(np.array_equal(a, b) for a, b in zip(ours, wanted, strict=True))
+    assert metrics["applied_updates"] == 1 and metrics["grad_norm"] == float(own["grad_norm"])
+    assert found.metrics["loss:sum"] == pytest.approx(float(own["loss"]), rel=1e-6)
+    assert [len(each) for each in found.logprobs] == list(LENGTHS)
+
+
+def test_a_saved_state_continues_bit_for_bit_in_its_model_in_a_new_one_and_after_a_restart(service, policy):
+    data = make_data(1)
+
+    async def train(service, model_id):
+        await service.forward_backward(model_id, data, "cross_entropy")
+        await service.optim_step(model_id, ADAM)
+
+    async def main():
+        _, first = await new_model(service)
+        await train(service, first)
+        path = (await service.save_weights(first, "a"))["path"]
+        await train(service, first)
+        wanted = arrays(service, first)
+        restarted = Service(policy, service.name, service.states.folder, tokens=64)
+        other = (await restarted.create_session())["session_id"]
+        second = (await restarted.load_weights(path, True, session_id=other, model_seq_id=0))["model_id"]
+        await service.forward_backward(first, data, "cross_entropy")  # which no step takes
+        await service.load_weights(path, True, model_id=first)
+        for each, model_id in ((service, first), (restarted, second)):
+            await train(each, model_id)
+            found = arrays(each, model_id)
+            assert all(np.array_equal(a, b) for a, b in zip(found, wanted, strict=True))
+        with pytest.raises(ValueError, match="/weights/a is there already"):
+            await service.save_weights(first, "a")
+        with pytest.raises(ValueError, match=r"weights/b: there is no such saved state"):
+            await service.load_weights(path[:-1] + "b", True, model_id=first)
+        light = (await service.save_weights_for_sampler(first, "s"))["path"]
+        with pytest.raises(ValueError, match="saved for samplers"):
+            await service.load_weights(light, True, model_id=first)
+        listed = [each["tinker_path"] for each in service.states.listed(first)]
+        assert listed == [path, light]
+
+    run(main())
+
+
+def test_samplers_keep_their_weights_and_score_as_training_does(service):
+    data = make_data(2, weight=1.0)
+    prompt = data[0].tokens.tolist()
+
+    async def main():
+        session, model_id = await new_model(service)
+
+        async def sampler(number):
+            made = await service.save_weights_for_sampler(model_id, sampling_session_seq_id=number)
+            return made["sampling_session_id"]
+
+        async def sampled(sampler_id):
+            asked = SamplingParams(max_tokens=6, stop=[])
+            found = await service.sample(sampler_id, tuple(prompt), asked, num_samples=2, prompt_logprobs=True)
+            tokens = [tuple(each.tokens) for each in found.sequences]
+            assert all(len(each) == 6 for each in tokens)
+            return tokens, found.sequences, found.prompt_logprobs
+
+        base = (await service.create_sampling_session(session, 7, base_model=service.name))["sampling_session_id"]
+        before = await sampler(0)
+        tokens, _, scores = await sampled(before)
+        assert np.array_equal(scores, (await sampled(base))[2])  # fresh adapters change nothing
+        for _ in range(3):
+            await service.forward_backward(model_id, data, "cross_entropy")
+            await service.optim_step(model_id, ADAM)
+        after = await sampler(1)
+        new, completions, trained = await sampled(after)
+        assert (await sampled(before))[0] == tokens != new
+        assert sum(trained[1:]) > sum(scores[1:]) + 1 and trained[0] is None
+        row = np.array([*prompt, *new[0]], np.int32)
+        asked = Datum(row[:-1], {"target_tokens": row[1:], "weights": np.zeros(len(row) - 1)})
+        found = await service.forward_backward(model_id, [asked], "cross_entropy", forward_only=True)
+        np.testing.assert_allclose(found.logprobs[0][len(prompt) - 1 :], completions[0].logprobs, atol=1e-5)
+        await service.finish_session(session)
+        with pytest.raises(NotFound, match=session):
+            await service.optim_step(model_id, ADAM)
+
+    run(main())
+
+
+def test_clients_at_once_get_what_each_gets_alone(service):
+    prompt = tuple(range(1, 9))
+
+    async def train(rank, seed):
+        session = (await service.create_session())["session_id"]
+        model_id = (await service.create_model(session, 0, service.name, LoraConfig(rank=rank, seed=seed)))["model_id"]
+        found = []
+        for step in range(3):
+            await service.forward_backward(model_id, make_data(seed + step), "cross_entropy")
+            await service.optim_step(model_id, ADAM)
+            made = await service.save_weights_for_sampler(model_id, sampling_session_seq_id=step)
+            asked = SamplingParams(max_tokens=6, stop=[])
+            sampled = await service.sample(made["sampling_session_id"], prompt, asked, seq_id=step)
+            found.append((sampled.sequences[0].tokens, sampled.sequences[0].logprobs))
+        weights = arrays(service, model_id)
+        await service.finish_session(session)
+        return found, weights
+
+    async def sample_base():
+        session = (await service.create_session())["session_id"]
+        sampler = (await service.create_sampling_session(session, 0))["sampling_session_id"]
+        asked = SamplingParams(max_tokens=8, stop=[], temperature=0.7)
+        found = [await service.sample(sampler, prompt, asked, seq_id=i, num_samples=2) for i in range(4)]
+        await service.finish_session(session)
+        return [each.tokens for one in found for each in one.sequences]
+
+    async def main():
+        before = set(service.sessions)
+        clients = [lambda: train(4, 1), lambda: train(8, 2), sample_base]
+        alone = [await client() for client in clients]
+        together = await asyncio.gather(*(client() for client in clients))
+        assert alone[2] == together[2]
+        for (samples, weights), (own_samples, own_weights) in zip(together[:2], alone[:2], strict=True):
+            assert samples == own_samples
+            assert all(np.array_equal(a, b) for a, b in zip(weights, own_weights, strict=True))
+        assert set(service.sessions) == before
+
+    run(main())
+
+
+def test_what_is_impossible_is_refused_by_name(service):
+    async def main():
+        session, model_id = await new_model(service)
+        rest = {"model_seq_id": 99, "base_model": service.name}
+        faults = [
+            (service.create_model(session, lora_config=LoraConfig(rank=257), **rest), r"rank is 257; wanted 1 to 256"),
+            (service.create_model(session, 0, "Qwen/Other"), "base_model is 'Qwen/Other'; served is Qwen/Qwen3-50k"),
+            (service.create_model(session, optimizer_config={"type": "dimuon"}, **rest), "dimuon"),
+            (service.create_model("gone", **rest), "no session 'gone'"),
+            (service.save_weights(model_id, "../a"), r"no path of a saved state"),
+            (service.save_weights(model_id, ".a"), r"'.a' is no name"),
+            (service.load_weights("tinker://a/weights/b", False, model_id=model_id), "no such saved state"),
+            (service.create_sampling_session(session, 0, model_path="a"), "'a' is no path of a saved state"),
+        ]
+        for verb, told in faults:
+            with pytest.raises(ValueError, match=told):
+                await verb
+        sampler = (await service.create_sampling_session(session, 0))["sampling_session_id"]
+        for given, told in [
+            (SamplingParams(stop=""), "empty"),
+            (SamplingParams(temperature=-1.0), "temperature is -1.0"),
+        ]:
+            with pytest.raises(ValueError, match=told):
+                await service.sample(sampler, (1, 2), given)
+        assert (await service.optim_step(model_id, AdamParams()))["metrics"]["nothing_to_learn"] == 1
+        await service.finish_session(session)
+
+    run(main())
+
+
+def test_samplers_that_are_not_used_leave(service, monkeypatch):
+    monkeypatch.setattr(module, "MOST_SAMPLERS", 2)
+
+    async def main():
+        session, model_id = await new_model(service)
+        asked, samplers, tokens = SamplingParams(max_tokens=3, stop=[]), [], []
+        for number in range(3):
+            made = await service.save_weights_for_sampler(model_id, sampling_session_seq_id=number)
+            samplers.append(made["sampling_session_id"])
+            await service.sample(samplers[-1], (1, 2, 3), asked)
+            found = await service.sample(samplers[0], (1, 2, 3), asked)  # which keeps the first one
+            tokens.append(found.sequences[0].tokens)
+        assert tokens[0] == tokens[1] == tokens[2]
+        with pytest.raises(NotFound, match="sample:1"):
+            await service.sample(samplers[1], (1,), asked)
+        assert [*service.sessions[session].samplers] == [samplers[2], samplers[0]]
+        await service.finish_session(session)
+
+    run(main())
