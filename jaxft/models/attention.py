@@ -20,11 +20,13 @@ class Scores(NamedTuple):
         window: number of positions that a token sees, itself included; None for all before it.
         soft_cap: bound that scores approach but do not exceed, as in Gemma 2 (arXiv 2408.00118, section 2); None for
             scores without a bound, `scale * q.k`.
+        has_sinks: each head has a score more, of nothing (arXiv 2309.17453).
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
 
     def of(self, products: Float[Array, "*N"]) -> Float[Array, "*N"]:
         """Return the scores of these products of queries and keys.
@@ -136,6 +138,7 @@ def attend_in_chunks(
     scores: Scores,
     segment_ids: Int[Array, "B S"] | None,
     chunk: int,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """Return `attend` of `chunk` queries at a time, so that its memory, gradients included, is linear in tokens.
 
@@ -147,6 +150,7 @@ def attend_in_chunks(
         segment_ids: sequence of each key in packed rows.
         chunk: queries of a row that are computed at once. Gradients of keys and values are summed over chunks in
             float32, as their own dtype, if bfloat16, rounds each time.
+        sinks: score of nothing in each head, for scores that have it.
     """
     length = q.shape[1]
     keys = jnp.arange(seen.keys.shape[-1])
@@ -160,7 +164,7 @@ def attend_in_chunks(
     def attend_chunk(part: tuple[Array, Array, Array | None]) -> Array:
         q, places, segments = part
         narrow = jax.tree.map(lambda x, like: x.astype(like.dtype), wide, seen)
-        return attend(q, narrow, visible_keys(places, keys, scores.window, segments, segment_ids), scores)
+        return attend(q, narrow, visible_keys(places, keys, scores.window, segments, segment_ids), scores, sinks)
 
     parts = cut(q), cut(places), None if segment_ids is None else cut(segment_ids[:, -length:])
     mixed = jnp.moveaxis(jax.lax.map(attend_chunk, parts), 0, 1)  # [B T/chunk chunk H h]
@@ -168,7 +172,11 @@ def attend_in_chunks(
 
 
 def attend(
-    q: Float[Array, "B T H h"], seen: HeadRows, visible: Bool[Array, "#B T S"], scores: Scores
+    q: Float[Array, "B T H h"],
+    seen: HeadRows,
+    visible: Bool[Array, "#B T S"],
+    scores: Scores,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """Return softmax attention of each token to the visible ones; `visible` has the window of `scores` already.
 
@@ -183,8 +191,15 @@ def attend(
     # The float32 products are scaled, not the queries, which bfloat16 would round once more.
     scored = scores.of(products.reshape(*grouped.shape[:-1], -1))  # [B K G T S]
     scored = jnp.where(visible[:, None, None], scored, MASK_VALUE)
-    weights = jnp.exp(scored - jax.lax.stop_gradient(scored.max(axis=-1, keepdims=True)))
+    highest = scored.max(axis=-1, keepdims=True)
+    if sinks is not None:
+        sinks = sinks.reshape(kv_heads, -1, 1, 1).astype(wide)  # [K G 1 1]
+        highest = jnp.maximum(highest, sinks)
+    highest = jax.lax.stop_gradient(highest)
+    weights = jnp.exp(scored - highest)
     mass = weights.sum(axis=-1, keepdims=True)  # [B K G T 1]
+    if sinks is not None:
+        mass += jnp.exp(sinks - highest)
     weights = weights.reshape(*flat.shape[:-1], -1).astype(q.dtype)
     mixed = jnp.matmul(weights, seen.values, preferred_element_type=wide)
     # A product with the inverse: XLA compiles a quotient to either form, and the two round differently.

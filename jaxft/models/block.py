@@ -149,12 +149,16 @@ class Attention(nnx.Module):
             self.q_norm, self.k_norm = (make_norm(config, size) for size in sizes)
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.scale, self.soft_cap, self.is_joined = config.score_scale, config.attention_soft_cap, is_joined
+        self.sinks = nnx.Param(jnp.zeros(config.num_heads)) if config.attention_sinks else None
 
     def __call__(
         self, x: Float[Array, "B T D"], kind: LayerKind, context: Context, pages: LayerPages | None
     ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
         rows, length, _ = x.shape
-        angles, scores = context.angles[kind.rope], Scores(self.scale, kind.window, self.soft_cap)
+        angles, scores = (
+            context.angles[kind.rope],
+            Scores(self.scale, kind.window, self.soft_cap, self.sinks is not None),
+        )
         heads = self.joined_heads(x, angles, context) if self.is_joined else self.separate_heads(x, angles, context)
         q, k, v = by_heads(context.sharding, heads)
         if angles is not None and angles.query_factor is not None:
@@ -162,7 +166,8 @@ class Attention(nnx.Module):
         if pages is None or context.paged is None:
             attended = self.attend(q, k, v, scores, context)
         else:
-            attended, pages = write_and_attend(q, k, v, pages, context.paged, scores, context.sharding)
+            sinks = None if self.sinks is None else self.sinks[...]
+            attended, pages = write_and_attend(q, k, v, pages, context.paged, scores, context.sharding, sinks)
         return checkpoint_name(self.o_proj(attended.reshape(rows, length, -1), context.places), PROJECTED), pages
 
     def separate_heads(
@@ -275,12 +280,13 @@ class Attention(nnx.Module):
             segments = mask.spans if kernel == "cudnn" else mask.segment_ids
             return row_attention(q, k, v, kernel=kernel, scores=scores, segments=segments, sharding=sharding)
         seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
+        sinks = None if self.sinks is None else self.sinks[...]
         if visible is not None:
-            attended = attend(q, seen, visible, scores)
+            attended = attend(q, seen, visible, scores, sinks)
         else:
             chunk = query_chunk(q.shape, length, 1 if sharding is None else sharding.devices)
             places = jnp.arange(length - queries, length)[None]
-            attended = attend_in_chunks(q, seen, places, scores, mask.segment_ids, chunk)
+            attended = attend_in_chunks(q, seen, places, scores, mask.segment_ids, chunk, sinks)
         return by_heads(sharding, attended)
 
 

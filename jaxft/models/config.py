@@ -70,10 +70,14 @@ class DecoderConfig:
         router_bias: the router adds a bias to its logits.
         selection_bias: experts are chosen by score plus a bias, which their weights do not have (arXiv 2408.15664).
         expert_bias: the projections of experts add a bias.
+        swiglu_limit: experts compute `gate sigmoid(swiglu_alpha gate) (up + 1)` of a gate of at most this and an up
+            within it; None for `activation(gate) up`.
+        swiglu_alpha: the factor there.
         num_shared_experts: experts of every token, computed as one feed-forward layer of their width in sum.
         shared_expert_intermediate_size: width of a shared expert; None for that of the others.
         shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a projection.
         attention_scale: factor of the products of queries and keys; None for `h**-0.5`.
+        attention_sinks: each head has a score more, of nothing, that is learned (arXiv 2309.17453).
         attention_soft_cap: scores `x` become `cap tanh(x / cap)`; None leaves them.
         embedding_scale: factor of the embedding, which the tied output projection does not have.
         residual_scale: factor of what attention and feed-forward add to the residual stream.
@@ -111,10 +115,13 @@ class DecoderConfig:
     router_bias: bool = False
     selection_bias: bool = False
     expert_bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
     num_shared_experts: int = 0
     shared_expert_intermediate_size: int | None = None
     shared_expert_gate: bool = False
     attention_scale: float | None = None
+    attention_sinks: bool = False
     attention_soft_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

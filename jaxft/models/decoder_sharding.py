@@ -29,6 +29,7 @@ DECODER_RULES: Rules = (
     ("o_proj/kernel*", ("tensor", "fsdp")),
     ("down_proj/kernel*", ("tensor", "fsdp")),
     ("[qkv]_proj/bias", ("tensor",)),
+    ("sinks", ("tensor",)),
     ("gate_proj/bias", ("tensor",)),
     ("up_proj/bias", ("tensor",)),
 )

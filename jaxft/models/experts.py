@@ -117,10 +117,14 @@ class ExpertProjections(nnx.Module):
         self.up_proj = linear("up_proj", hidden, width)
         self.down_proj = linear("down_proj", width, hidden)
         self.activate = ACTIVATIONS[config.activation]
+        self.limit, self.alpha = config.swiglu_limit, config.swiglu_alpha
 
     def __call__(self, rows: Float[Array, "m D"], groups: Groups) -> Float[Array, "m D"]:
         gate, up = (checkpoint_name(each(rows, groups), WIDENED) for each in (self.gate_proj, self.up_proj))
-        return self.down_proj(self.activate(gate) * up, groups)
+        if self.limit is None:
+            return self.down_proj(self.activate(gate) * up, groups)
+        gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        return self.down_proj(gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1), groups)
 
 
 class Router(nnx.Module):

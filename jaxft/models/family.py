@@ -99,12 +99,16 @@ def inverse(value: float) -> float:
 
 
 class Key(NamedTuple):
-    """A key of `config.json`, the fields of `DecoderConfig` that it gives, and conversions where they differ."""
+    """A key of `config.json`, the fields of `DecoderConfig` that it gives, and conversions where they differ.
+
+    A value is of the type of the first field, unless the key has a `type` of its own.
+    """
 
     name: str
     fields: tuple[str, ...]
     read: Callable[[Any], Any] = same
     write: Callable[[Any], Any] = same
+    type: Any = None
 
 
 def all_full(keys: Keys) -> list[str]:
@@ -206,13 +210,22 @@ def expert_tensors(
     projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     shared_expert: str = "mlp.shared_expert",
 ) -> dict[str, tuple[str, ...]]:
-    """Return the rows of a mixture's tensors: its modules, and the names of gate, up and down in each expert."""
+    """Return the rows of a mixture's tensors; `projections` are gate, up and down of each expert, if it has its own."""
     ours = ("gate_proj", "up_proj", "down_proj")
-    places = [(f"{experts}.{name}", f"mlp/experts/{own}") for name, own in zip(projections, ours, strict=True)]
+    places = [(f"{experts}.{name}", f"mlp/experts/{own}") for name, own in zip(projections, ours, strict=False)]
     places += [(f"{shared_expert}.{name}", f"mlp/shared_expert/{name}") for name in ours]
     places += [(router, "mlp/router"), (f"{shared_expert}_gate", "mlp/shared_expert_gate")]
     rows = {name: paths for module, path in places for name, paths in _projection(module, path).items()}
     return rows | {f"model.layers.*.{router}.e_score_correction_bias": ("layers/mlp/selection_bias",)}
+
+
+def stacked(*parts: str) -> tuple[str, ...]:
+    """Return the parameters of a tensor that holds a part, or several, of all experts.
+
+    >>> stacked("gate_proj/bias", "up_proj/bias")
+    ('layers/mlp/experts/gate_proj/bias', 'layers/mlp/experts/up_proj/bias')
+    """
+    return tuple(f"layers/mlp/experts/{part}" for part in parts)
 
 
 def without(tensors: Mapping[str, tuple[str, ...]], *modules: str) -> dict[str, tuple[str, ...]]:
@@ -321,7 +334,7 @@ def read_family_config(family: Family, keys: Keys) -> DecoderConfig:
 
 def _read_key(key: Key, keys: Keys) -> Any:
     """Return the value that a key gives to its fields; where it is null, two follow from other keys."""
-    hint, is_null = get_type_hints(DecoderConfig)[key.fields[0]], keys.is_null(key.name)
+    hint, is_null = key.type or get_type_hints(DecoderConfig)[key.fields[0]], keys.is_null(key.name)
     if key.name == "num_key_value_heads" and is_null:
         return keys.integer("num_attention_heads")
     if key.name == "head_dim" and is_null:

@@ -70,7 +70,7 @@ def choose_kernel(dtype: Any, head_dim: int, scores: Scores, devices: Sequence[A
     cuDNN's limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128,
     those from Hopper on of up to 256, and packed rows by jax from 0.11.2 on. With jax before that, packed rows without
     a window go to JAX's Triton kernel, of heads of up to 256. Neither takes a soft cap.
-    Splash attention takes packed rows, windows, soft caps and any head width. All take any scale.
+    Splash attention takes packed rows, windows, soft caps and any head width. All take any scale, none takes sinks.
 
     Args:
         dtype: dtype of queries, keys and values.
@@ -84,6 +84,8 @@ def choose_kernel(dtype: Any, head_dim: int, scores: Scores, devices: Sequence[A
     """
     platforms = {device.platform for device in devices}
     dtype = jnp.dtype(dtype)
+    if scores.has_sinks:
+        return Choice("xla", "no kernel takes attention sinks")
     if platforms == {"gpu"}:
         return _choose_for_gpu(dtype, head_dim, scores, min(map(compute_capability, devices)), has_segments)
     if platforms == {"tpu"}:
@@ -138,7 +140,9 @@ def layer_kernels(
     """
     length = config.max_position_embeddings if length is None else length
     windows = (None if (kind.window or length) >= length else kind.window for kind in config.pattern)
-    kinds = [Scores(config.score_scale, window, config.attention_soft_cap) for window in windows]
+    kinds = [
+        Scores(config.score_scale, window, config.attention_soft_cap, config.attention_sinks) for window in windows
+    ]
     return {
         scores: choose_kernel(dtype, config.head_dim, scores, devices, has_segments=has_segments) for scores in kinds
     }

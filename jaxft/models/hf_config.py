@@ -16,14 +16,15 @@ from jaxft.models.families import FAMILIES, WRAPPERS
 from jaxft.models.family import FULL, SLIDING, Family, Keys, read_family_config
 from jaxft.models.gguf import gguf_config
 from jaxft.models.hf_files import GGUF, load_json
+from jaxft.models.mxfp4 import METHOD
 from jaxft.models.rope import SCALINGS, Rope
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WRAPPER, IGNORED = "wrapper", "ignored_keys"
 """Names, in `source_json`, of the model around a text model, and of keys that were accepted unknown."""
 
-NOT_EXPORTED = ("_name_or_path", "auto_map")
-"""Keys of a `config.json` that an export drops: the path of the source, and its code files."""
+NOT_EXPORTED = ("_name_or_path", "auto_map", "quantization_config")
+"""Keys of a `config.json` that an export drops: the path of the source, its code files, and how it was quantised."""
 
 WRITTEN = ("architectures", "model_type", "dtype", "torch_dtype", "rope_parameters", "rope_scaling", "rope_theta")
 """Keys that every export writes anew."""
@@ -132,10 +133,11 @@ def decoder_config(
         known = ", ".join([*FAMILIES, *WRAPPERS])
         raise ModelFileError(f"{file}: model_type is {name!r}; supported are {known}")
     family = FAMILIES[name]
-    if values.get("quantization_config") is not None:
+    method = Keys(file, values).table("quantization_config").get("quant_method")
+    if values.get("quantization_config") is not None and method != METHOD:
         raise ModelFileError(
-            f"{file}: quantization_config is set; wanted unquantised weights, which the model's page often has too, or "
-            "which transformers writes after dequantize()"
+            f"{file}: quantization_config has the quant_method {method!r}; wanted {METHOD!r} or unquantised weights, "
+            "which the model's page often has too, or which transformers writes after dequantize()"
         )
     keys = Keys(file, {**family.all_defaults, **values})
     _check_keys(family, keys, ignored_keys)

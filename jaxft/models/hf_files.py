@@ -383,8 +383,12 @@ def read_tensor(tensor: StoredTensor) -> np.ndarray:
     """Read the values of a tensor, whose dtype is one of `DTYPES`."""
     if tensor.read is not None:
         return tensor.read()
-    dtype = DTYPES[tensor.dtype]
-    size = int(np.prod(tensor.shape)) * dtype.itemsize
+    return read_bytes(tensor, DTYPES[tensor.dtype])
+
+
+def read_bytes(tensor: StoredTensor, dtype: Any = np.uint8) -> np.ndarray:
+    """Read the bytes of a tensor as numbers of this dtype."""
+    size = int(np.prod(tensor.shape)) * np.dtype(dtype).itemsize
     return np.fromfile(tensor.file, np.uint8, size, offset=tensor.offset).view(dtype).reshape(tensor.shape)
 
 

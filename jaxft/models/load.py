@@ -24,6 +24,7 @@ from jaxft.models.hf import file_tensors
 from jaxft.models.hf_config import load_config
 from jaxft.models.hf_files import DTYPES, check_manifest, load_json, local_folder, read_weights, stored_tensors
 from jaxft.models.lora import merge_and_drop
+from jaxft.models.mxfp4 import dequantised
 from jaxft.models.peft import CONFIG as ADAPTER_CONFIG
 from jaxft.models.peft import load_adapter, load_lora_config, saved_ignored_keys
 from jaxft.models.quantized import EIGHT_BITS, with_quantized_kernels
@@ -131,7 +132,7 @@ def load_model(
     shapes, device = parameter_shapes(config), SingleDeviceSharding(jnp.zeros(()).device)
     places = jax.tree.map(lambda _: device, shapes) if sharding is None else sharding.shardings(shapes)
     file = gguf_file(folder)
-    stored = stored_tensors(folder) if file is None else gguf_tensors(file, tensors)
+    stored = dequantised(stored_tensors(folder)) if file is None else gguf_tensors(file, tensors)
     base = read_weights(folder, stored, tensors, dtypes.params, places, dtypes.kernels)
     return model, _add_adapters(model, base, lora, key)
 

@@ -92,6 +92,7 @@ def write_and_attend(
     rows: PagedRows,
     scores: Scores,
     sharding: Sharding | None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> tuple[Float[Array, "B T H h"], LayerPages]:
     """Write keys and values of the real tokens to their pages, and return attention to all tokens up to each.
 
@@ -106,25 +107,34 @@ def write_and_attend(
         rows: where the tokens stand. Several tokens of a row begin at the first place of a page.
         scores: scale, window and soft cap.
         sharding: sharding of the model, or None for one device.
+        sinks: score of nothing in each head, which the reference alone takes.
     """
     axis, kernel = page_axis(sharding), choose_paged_kernel(pages.keys.dtype, compute_devices(sharding))
-    compute = partial(_write_and_attend, scores, axis, kernel)
+    compute = partial(_write_and_attend, scores, axis, kernel if sinks is None else "reference")
     if sharding is None:
-        return compute(q, k, v, pages, rows)
+        return compute(q, k, v, pages, rows, sinks)
     heads, of_rows = PartitionSpec(ROW_AXES, None, "tensor"), PartitionSpec(ROW_AXES)
     of_pages = sharding.page_spec(axis)
     mapped = jax.shard_map(
         compute,
         mesh=sharding.mesh,
-        in_specs=(heads, heads, heads, of_pages, of_rows),
+        in_specs=(heads, heads, heads, of_pages, of_rows, PartitionSpec("tensor")),
         out_specs=(heads, of_pages),
         check_vma=False,
     )
-    return mapped(q, k, v, pages, rows)
+    return mapped(q, k, v, pages, rows, sinks)
 
 
 def _write_and_attend(
-    scores: Scores, axis: int, kernel: PagedKernel, q: Array, k: Array, v: Array, pages: LayerPages, rows: PagedRows
+    scores: Scores,
+    axis: int,
+    kernel: PagedKernel,
+    q: Array,
+    k: Array,
+    v: Array,
+    pages: LayerPages,
+    rows: PagedRows,
+    sinks: Array | None,
 ) -> tuple[Array, LayerPages]:
     if kernel != "reference":
         # Pallas takes half a second, which users of CPUs are spared.
@@ -137,7 +147,7 @@ def _write_and_attend(
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, added))) for x in (k, v))
     pages = write_token(pages, k, v, rows, axis) if q.shape[1] == 1 else write_tokens(pages, k, v, rows, axis)
     if kernel == "reference":
-        return attend_reference(q, pages, rows, scores, axis), pages
+        return attend_reference(q, pages, rows, scores, axis, sinks), pages
     attend = paged_kernels.attend_gpu if kernel == "triton" else paged_kernels_tpu.attend_tpu
     return attend(q, pages.keys, pages.values, *rows[:3], scores=scores), pages
 
@@ -215,7 +225,12 @@ def take_pages(pages: LayerPages, number: Int[Array, "B"], held: Bool[Array, "B 
 
 
 def attend_reference(
-    q: Float[Array, "B T H h"], pages: LayerPages, rows: PagedRows, scores: Scores, axis: int
+    q: Float[Array, "B T H h"],
+    pages: LayerPages,
+    rows: PagedRows,
+    scores: Scores,
+    axis: int,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """Return softmax attention of each token to the tokens of its row up to itself, column of pages by column.
 
@@ -259,6 +274,8 @@ def attend_reference(
 
     shape = *grouped.shape[:-1], 1
     start = jnp.full(shape, MASK_VALUE, wide), jnp.zeros(shape, wide), jnp.zeros(grouped.shape, wide)
+    if sinks is not None:  # as if each query had seen one key already, whose value is zero
+        start = jnp.broadcast_to(sinks.reshape(kv_heads, -1, 1, 1).astype(wide), shape), jnp.ones(shape, wide), start[2]
     last = jnp.max((ends + PAGE_TOKENS - 1) // PAGE_TOKENS)
     _, mass, mixed = jax.lax.fori_loop(first, last, add_column, start)
     # A product with the inverse: XLA compiles a quotient to either form, and the two round differently.

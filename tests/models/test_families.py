@@ -30,7 +30,7 @@ from jaxft.rollout.engine import Engine
 from jaxft.rollout.requests import Request
 
 DATA = Path(__file__).parents[1] / "data" / "hf"
-FAST = ("gemma2", "olmo3-v4", "phi3-longrope", "ministral3-window", "qwen3_moe")
+FAST = ("gemma2", "olmo3-v4", "phi3-longrope", "ministral3-window", "gpt_oss")
 """Cases whose rows also go through pages in the default tests: together they have all kinds of
 attention but that of `test_paged.py`."""
 

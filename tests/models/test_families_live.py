@@ -222,8 +222,51 @@ def draw_qwen3_moe(draw):
     return keys | window | {"norm_topk_prob": draw.random() < 0.5, "rope_parameters": rope(draw, ("default", "yarn"))}
 
 
+def draw_qwen2_moe(draw):
+    keys = draw_qwen3_moe(draw) | {"max_window_layers": draw.choice([1, 2, 9]), "qkv_bias": draw.random() < 0.7}
+    del keys["head_dim"]
+    return keys | {"shared_expert_intermediate_size": draw.choice([9, 14])}
+
+
+def draw_mixtral(draw):
+    keys = sizes(draw, True) | experts(draw, "num_local_experts", "intermediate_size")
+    return keys | {"sliding_window": draw.choice([None, window_of(draw)]), "rope_parameters": rope(draw)}
+
+
+def draw_olmoe(draw):
+    keys = sizes(draw, False) | experts(draw, "num_experts", "intermediate_size")
+    return keys | {"attention_bias": draw.random() < 0.3, "norm_topk_prob": draw.random() < 0.5}
+
+
+def draw_granitemoe(draw):
+    return draw_granite(draw) | experts(draw, "num_local_experts", "intermediate_size")
+
+
+def draw_gpt_oss(draw):
+    keys = sizes(draw, True) | experts(draw, "num_local_experts", "intermediate_size")
+    if draw.random() < 0.5:
+        keys["layer_types"] = layers_of(draw, keys["num_hidden_layers"])
+    keys["attention_bias"] = draw.random() < 0.7
+    clamped = {"swiglu_limit": draw.choice([0.5, 7.0]), "swiglu_alpha": draw.choice([1.0, 1.702])}
+    yarn = rope(draw, ("yarn",)) | {"truncate": draw.random() < 0.5}
+    return keys | clamped | {"sliding_window": window_of(draw), "rope_parameters": yarn}
+
+
+def draw_glm4_moe(draw):
+    keys = sizes(draw, True) | experts(draw, "n_routed_experts")
+    keys["first_k_dense_replace"] = draw.randint(0, keys["num_hidden_layers"] - 1)
+    switches = {"use_qk_norm": draw.random() < 0.5, "attention_bias": draw.random() < 0.5}
+    shared = {"n_shared_experts": draw.choice([1, 2]), "routed_scaling_factor": draw.choice([1.0, 2.5])}
+    position = rope(draw) | {"partial_rotary_factor": draw.choice([0.5, 1.0])}
+    return keys | switches | shared | {"norm_topk_prob": draw.random() < 0.7, "rope_parameters": position}
+
+
 FAMILIES = {
     "qwen3_moe": draw_qwen3_moe,
+    "qwen2_moe": draw_qwen2_moe,
+    "mixtral": draw_mixtral,
+    "granitemoe": draw_granitemoe,
+    "gpt_oss": draw_gpt_oss,
     "llama": draw_llama,
     "mistral": draw_mistral,
     "ministral": draw_ministral,
