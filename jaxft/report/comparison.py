@@ -33,15 +33,11 @@ class MeanEstimate:
         values: the figure of each finished run that has it, by ascending seed.
         mean: their mean.
         interval: bootstrap interval of the mean; None for one run.
-        iqm: their interquartile mean; None for fewer than `intervals.MIN_SEEDS_OF_IQM` runs.
-        iqm_interval: its bootstrap interval.
     """
 
     values: tuple[float, ...]
     mean: float
     interval: intervals.Interval | None
-    iqm: float | None
-    iqm_interval: intervals.Interval | None
 
 
 @dataclass(frozen=True)
@@ -155,8 +151,6 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
         values=tuple(values),
         mean=math.fsum(values) / len(values),
         interval=intervals.mean_interval(values),
-        iqm=intervals.interquartile_mean(values) if len(values) >= intervals.MIN_SEEDS_OF_IQM else None,
-        iqm_interval=intervals.interquartile_mean_interval(values),
     )
 
 

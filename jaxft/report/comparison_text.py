@@ -24,9 +24,6 @@ DESCRIPTIONS = {
 }
 """Words for figures; those of `result.json` keep their names."""
 
-WITHOUT_IQM = ("best_validation_epoch", "epochs", "seconds", "tokens_per_second")
-"""Figures for which the interquartile mean is not shown."""
-
 
 def comparison_text(comparison: Comparison, width: int = 120) -> str:
     """Return the tables of a comparison as aligned lines, most of them no longer than `width` characters."""
@@ -77,14 +74,7 @@ def figure_rows(comparison: Comparison) -> list[list[str]]:
     """Return a row for each figure, with its name and a cell per group."""
     rows = [["finished runs", *(f"{len(group.finished)} of {len(group.runs)}" for group in comparison.groups)]]
     rows.append(["seeds", *(seeds(run.seed for run in group.finished) for group in comparison.groups)])
-    for name, estimates in comparison.figures.items():
-        rows.append([DESCRIPTIONS.get(name, name), *map(cell, estimates)])
-        if name not in WITHOUT_IQM and any(each is not None and each.iqm is not None for each in estimates):
-            iqms = [
-                "–" if each is None or each.iqm is None else with_interval(each.iqm, each.iqm_interval)
-                for each in estimates
-            ]
-            rows.append(["  interquartile mean", *iqms])
+    rows += [[DESCRIPTIONS.get(name, name), *map(cell, each)] for name, each in comparison.figures.items()]
     return rows
 
 

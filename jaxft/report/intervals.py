@@ -19,8 +19,6 @@ RESAMPLES = 10_000
 CURVE_RESAMPLES = 2_000
 """Number of draws of the bootstrap for the band of a curve, at each of its points."""
 LEVEL = 0.95
-MIN_SEEDS_OF_IQM = 4
-"""With fewer seeds the interquartile mean cuts none off, and is the mean."""
 
 
 class Interval(NamedTuple):
@@ -62,26 +60,6 @@ def mean_band(curves: np.ndarray, resamples: int = CURVE_RESAMPLES) -> tuple[np.
     return np.maximum(low, curves.min(axis=0)), np.minimum(high, curves.max(axis=0))
 
 
-def interquartile_mean(values: Sequence[float]) -> float:
-    """Return the mean of the middle half: a quarter of the values, rounded down, is cut off at each end.
-
-    >>> interquartile_mean([1.0, 100.0, 2.0, 3.0])
-    2.5
-    """
-    return float(_trimmed_means(np.sort(np.asarray(values, float))[None])[0])
-
-
-def interquartile_mean_interval(values: Sequence[float]) -> Interval | None:
-    """Return the bootstrap interval of the interquartile mean; None for fewer than `MIN_SEEDS_OF_IQM` values."""
-    if len(values) < MIN_SEEDS_OF_IQM:
-        return None
-    ordered = np.sort(np.asarray(values, float))
-    counts = _draws(len(ordered), RESAMPLES, 0).astype(int)
-    drawn = np.repeat(np.tile(ordered, len(counts)), counts.ravel()).reshape(counts.shape)  # each row in order
-    low, high = _ends(_trimmed_means(drawn))
-    return Interval(float(low), float(high))
-
-
 def probability_of_improvement(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the fraction of pairs of a run of the first and one of the second group in which the first is higher.
 
@@ -115,11 +93,6 @@ def _draws(count: int, resamples: int, stream: int) -> np.ndarray:
 
 def _ends(drawn: np.ndarray) -> np.ndarray:
     return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-
-
-def _trimmed_means(ordered: np.ndarray) -> np.ndarray:
-    cut = ordered.shape[1] // 4
-    return ordered[:, cut : ordered.shape[1] - cut].mean(axis=1)
 
 
 def _wins(first: Sequence[float], second: Sequence[float]) -> np.ndarray:

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from jaxft.report.intervals import (
-    interquartile_mean,
-    interquartile_mean_interval,
     mean_band,
     mean_interval,
     probability_interval,
@@ -32,13 +30,6 @@ def test_means_are_those_of_rliable(group):
     assert np.mean(GROUPS[group]) == pytest.approx(expected["point"])
 
 
-@pytest.mark.parametrize("group", ["a", "b"])
-def test_interquartile_means_are_those_of_rliable(group):
-    expected = RLIABLE["iqm"][group]
-    assert interquartile_mean(GROUPS[group]) == pytest.approx(expected["point"])
-    assert interquartile_mean_interval(GROUPS[group]) == near(expected["interval"], group, 0.1)
-
-
 @pytest.mark.parametrize("pair", RLIABLE["improvement"])
 def test_probabilities_of_improvement_are_those_of_rliable(pair):
     first, second = (GROUPS[name] for name in pair.split(","))
@@ -54,13 +45,11 @@ def test_two_or_three_values_give_their_range_and_one_gives_none():
     assert mean_interval([3.0, 1.0]) == (1.0, 3.0)
     assert mean_interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
     assert mean_interval([0.1, 0.1, 0.1, 0.1]) == (0.1, 0.1)
-    assert interquartile_mean_interval([1.0, 2.0, 3.0]) is None
 
 
 def test_the_order_of_runs_changes_nothing():
     values, others = GROUPS["a"], GROUPS["b"]
     assert mean_interval(values) == mean_interval(values[::-1])
-    assert interquartile_mean_interval(values) == interquartile_mean_interval(values[::-1])
     assert probability_interval(values, others) == probability_interval(values[::-1], others[::-1])
     curves = np.random.default_rng(0).normal(size=(5, 300))
     np.testing.assert_array_equal(mean_band(curves), mean_band(curves[[3, 1, 4, 0, 2]]))
