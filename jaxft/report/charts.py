@@ -196,9 +196,6 @@ def heat_map(
     words: Sequence[Sequence[str]],
     *,
     value_range: tuple[float, float],
-    row_height: int,
-    label_width: int = 110,
-    note: str | None = None,
 ) -> Markup:
     """Return a grid of coloured cells, the first row on top; nothing if there is no cell.
 
@@ -209,11 +206,8 @@ def heat_map(
         cells: a value per row and column; None leaves the cell empty.
         words: words for each cell on hover.
         value_range: values of the first and the last colour.
-        row_height: height of a row, in SVG units.
-        label_width: room for the names of rows, in SVG units.
-        note: a sentence below the caption.
     """
-    width, height = WIDE[0], row_height * len(row_names) + _TOP + _BOTTOM
+    width, height, label_width, row_height = WIDE[0], 24 * len(row_names) + _TOP + _BOTTOM, 110, 24
     if not row_names or not column_names:
         return Markup()
     step = (width - label_width - _RIGHT) / len(column_names)
@@ -221,7 +215,7 @@ def heat_map(
     shades = [[bucket(value, value_range) if is_finite(value) else None for value in row] for row in cells]
     names = [shortened(name, label_width // 7) for name in row_names]
     every = max(1, math.ceil(len(column_names) * 44 / (width - label_width)))
-    return _TEMPLATE.heat_map(caption, note, value_range, places, names, shades, words, column_names, every)
+    return _TEMPLATE.heat_map(caption, value_range, places, names, shades, words, column_names, every)
 
 
 def bucket(value: float, value_range: tuple[float, float]) -> int:

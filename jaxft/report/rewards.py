@@ -1,4 +1,4 @@
-"""The distribution of a run's rewards over its epochs, and the rewards of each example."""
+"""The distribution of a run's rewards over its epochs, and its hardest examples."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -7,17 +7,16 @@ from typing import Any
 
 from markupsafe import Markup
 
-from jaxft.report.charts import Value, heat_map, is_finite, mean
-from jaxft.report.pages import number, shortened
+from jaxft.report.charts import Value, heat_map, is_finite
+from jaxft.report.pages import number
 from jaxft.report.samples import EpisodePlace, questions
 from jaxft.runs import RunRecords
 
 Rewards = dict[str, list[Value]]
 
 MAX_COLUMNS = 60
-"""Largest number of columns of a heat map; with more epochs, neighbours share a column."""
+"""Largest number of columns of the distribution; with more epochs, neighbours share a column."""
 MAX_LISTED = 15
-MAX_EXAMPLES = 30
 MAX_QUESTION = 120
 """Largest number of characters of a question in a table."""
 MAX_VALUES = 12
@@ -25,25 +24,18 @@ MAX_VALUES = 12
 
 
 def rewards(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any] | None:
-    """Return the charts of single episodes' rewards, or the table `hardest`; None if the run keeps no such rewards."""
+    """Return the chart of single episodes' rewards and the table `hardest`; None if the run keeps no such rewards."""
     by_epoch: dict[int, Rewards] = {row["epoch"]: row["rewards"] for row in run.episode_rewards}
     if not by_epoch:
         return None
     epochs = sorted(by_epoch)
     stretch = -(-len(epochs) // MAX_COLUMNS)
     columns = [epochs[at : at + stretch] for at in range(0, len(epochs), stretch)]
-    means = {
-        example: [mean([v for epoch in column for v in by_epoch[epoch].get(example, ())]) for column in columns]
-        for example in dict.fromkeys(example for inner in by_epoch.values() for example in inner)
-    }
-    seen = [sum(map(is_finite, row)) for row in means.values() if any(map(is_finite, row))]
-    is_fresh = len(columns) > 1 and sum(seen) < 2 * len(seen)
     lead = f"Neighbouring epochs share a column, as there are more than {MAX_COLUMNS}."
     return {
         "lead": lead if stretch > 1 else None,
         "distribution": _distribution(by_epoch, columns),
-        "by_example": None if is_fresh or not seen else _by_example(means, columns, places),
-        "hardest": _hardest_of_late_epochs(by_epoch, places) if is_fresh and seen else None,
+        "hardest": _hardest_of_late_epochs(by_epoch, places),
     }
 
 
@@ -85,42 +77,11 @@ def _distribution(by_epoch: dict[int, Rewards], columns: Sequence[Sequence[int]]
         cells,
         words,
         value_range=(0.0, max(share for row in cells for share in row if share is not None)),
-        row_height=24,
-    )
-
-
-def _by_example(means: Rewards, columns: Sequence[Sequence[int]], places: Sequence[EpisodePlace]) -> Markup:
-    """Return the mean reward of each example over the epochs, the hardest examples on top."""
-    # Hard is what still fails: the last quarter of the epochs in which the example was seen.
-    late = {example: [value for value in row if value is not None] for example, row in means.items()}
-    late = {example: row[-max(1, len(row) // 4) :] for example, row in late.items() if row}
-    hardest = sorted(late, key=lambda example: fmean(late[example]))
-    kept, left = hardest[:MAX_EXAMPLES], len(hardest[MAX_EXAMPLES:])
-    finite = [value for row in means.values() for value in row if value is not None]
-    asked = questions(places, kept)
-    labels = [f"{shortened(example, 14)} {asked.get(example, '')[:28]}".strip() for example in kept]
-    words = [
-        [
-            "\n".join(filter(None, [example, asked.get(example), f"{_name(epochs)}: mean reward {number(value)}"]))
-            for value, epochs in zip(means[example], columns, strict=True)
-        ]
-        for example in kept
-    ]
-    return heat_map(
-        "Mean reward by example, the hardest first",
-        labels,
-        [str(epochs[0]) for epochs in columns],
-        [means[example] for example in kept],
-        words,
-        value_range=(min(finite), max(finite)),
-        row_height=20,
-        label_width=max(110, 7 * max(map(len, labels)) + 7),
-        note=f"{len(kept)} of {len(hardest)} examples; the {left:,} easier ones are left out." if left else None,
     )
 
 
 def _hardest_of_late_epochs(by_epoch: dict[int, Rewards], places: Sequence[EpisodePlace]) -> dict[str, Any]:
-    """Return a table for a run that sees few examples twice, so that an example has no course over the epochs."""
+    """Return a table of the examples with the lowest mean rewards in the last quarter of the epochs."""
     late = sorted(by_epoch)[-max(1, len(by_epoch) // 4) :]
     found: dict[str, list[float]] = defaultdict(list)
     for epoch in late:

@@ -137,7 +137,7 @@ def test_named_rewards_stand_beside_the_reward(page, tmp_path):
 
 def test_examples_have_their_questions(page, run):
     question = json.loads((run / "trajectories/samples.jsonl").read_text().splitlines()[0])["episode"][1]["content"]
-    assert f"example-0 {question}" in page.sections["rewards"]
+    assert f"example-0{question}" in page.sections["rewards"]
     assert all("→" in html for html in episodes_of(page) if "badge error" not in html)
 
 
