@@ -2,22 +2,18 @@
 
 A program that talks with its user may take SIGINT (Ctrl-C) for itself: see `interruptible` and `released`.
 
-A thread receives the signals (`signal.set_wakeup_fd`), because an agent or a tokenizer may block the main thread, which
-would then run no handler. Code that holds Python's global lock keeps that thread from running, too. So each handler is
-good for one signal: for the next one of the kind, the system itself ends the process.
+The first signal gives both back to the system, which ends the process at the next one. Python runs a handler in the
+main thread between two of its instructions, also while an agent blocks the event loop; not within a call of a library.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
@@ -28,12 +24,6 @@ JOINT_SECONDS = 30.0
 
 It may wait in a program on the devices of all processes, for one that has ended; then nothing else ends it.
 """
-
-SA_RESETHAND = 0x80000000
-"""Flag of a handler that is good for one signal, after which the system's own is back."""
-
-SA_FLAGS_OFFSET = 8 + 128
-"""Bytes before the flags in a `struct sigaction` of glibc and musl on 64-bit machines: the handler and a mask."""
 
 
 class Shutdown:
@@ -52,7 +42,7 @@ class Shutdown:
         self.launcher = self.processes = ""
         self.tell: Callable[[signal.Signals], object] | None = None
         self._is_told = False  # another process got the signal
-        self._deciding = threading.Lock()  # which signal is the first
+        self._deciding = threading.RLock()  # which signal is the first; a handler may interrupt another one
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: asyncio.Event | None = None
@@ -77,17 +67,9 @@ class Shutdown:
             finally:
                 _shutdown.reset(token)
             return
-        global _writer
-        self._handles_signals = True
-        reader, writer = socket.socketpair()
-        writer.setblocking(False)
-        _writer = writer
-        hearing = threading.Thread(target=self._hear, args=(reader,), name="signals", daemon=True)
-        hearing.start()
-        fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, _pass_on) for number in SIGNALS}
-        for number in SIGNALS:
-            _handle_once(number)
+        global _installed
+        self._handles_signals, _installed = True, self
+        before = {number: signal.signal(number, _handle) for number in SIGNALS}
         token = _shutdown.set(self)
         if self.signal is not None and self.tell is not None:
             self.end_within(JOINT_SECONDS)
@@ -99,12 +81,7 @@ class Shutdown:
             _shutdown.reset(token)
             for number in SIGNALS:
                 signal.signal(number, before[number])
-            signal.set_wakeup_fd(fd_before)
-            _writer = None
-            writer.shutdown(socket.SHUT_RDWR)  # closing alone would not end the thread while a forked process lives
-            writer.close()
-            hearing.join()
-            reader.close()
+            _installed = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
@@ -136,52 +113,39 @@ class Shutdown:
         if self._loop is None:
             yield
             return
-        # Without the descriptor, the thread that listens does not hear of the signals.
-        fd_before = signal.set_wakeup_fd(-1)
         handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _raise_terminated}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        is_terminated = False
         try:
             yield
         except _Terminated:
-            self._on_signal(signal.SIGTERM)
-            raise asyncio.CancelledError from None
+            is_terminated = True
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-                _handle_once(number)
-            signal.set_wakeup_fd(fd_before)
-
-    def _hear(self, reader: socket.socket) -> None:
-        """Receive signals in a thread, one byte per signal."""
-        while received := reader.recv(64):
-            for number in received:
-                if number in SIGNALS:
-                    self._on_signal(signal.Signals(number))
+        if is_terminated:
+            self._on_signal(signal.SIGTERM)
+            raise asyncio.CancelledError
 
     def _on_signal(self, number: signal.Signals) -> None:
         interrupt = self._interrupt
+        assert self._loop is not None
         if number == signal.SIGINT and interrupt is not None:
-            assert self._loop is not None
-            _handle_once(number)
             with contextlib.suppress(RuntimeError):  # the loop has been closed just now
                 self._loop.call_soon_threadsafe(interrupt)
             return
         with self._deciding:
             was_told, self._is_told = self._is_told, False
-            if self.signal is not None and not was_told:  # both came before this thread could run
-                _tell(f"{number.name} again: ended at once")
-                os._exit(128 + number)
             for each in SIGNALS:
-                _LIBC.signal(each, None)  # the system ends the process
+                signal.signal(each, signal.SIG_DFL)
             if was_told:  # as all processes of a terminal get its Ctrl-C
                 return
             self.signal = number
         if self.tell is not None:
-            self.tell(number)
+            threading.Thread(target=self.tell, args=(number,), daemon=True).start()
             if self._listener is None:
                 self.end_within(JOINT_SECONDS)
         _tell(f"{number.name}: stopping; a second signal ends at once")
-        assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop has been closed just now
             self._loop.call_soon_threadsafe(self._stop)
 
@@ -250,41 +214,13 @@ class Shutdown:
         return "" if self.resume_command is None else f"; continue with:\n  {command}"
 
 
-_LIBC = ctypes.CDLL(None)
-
-_actions: dict[int, Any] = {}
-"""The `struct sigaction` of Python's handler with the flag `SA_RESETHAND`, by signal."""
+_installed: Shutdown | None = None
+"""The one that handles the signals of this process."""
 
 
-def _handle_once(number: signal.Signals) -> None:
-    """Install Python's handler for one signal of a kind; for the one after it the system ends the process.
-
-    The main thread calls this after `signal.signal`; later any thread may, to install it once more.
-    """
-    if threading.current_thread() is threading.main_thread():
-        action = ctypes.create_string_buffer(512)  # more than any system's structure
-        _LIBC.sigaction(number, None, action)
-        ctypes.c_uint32.from_buffer(action, SA_FLAGS_OFFSET).value |= SA_RESETHAND
-        _actions[number] = action
-    _LIBC.sigaction(number, _actions[number], None)
-
-
-_writer: socket.socket | None = None
-"""Socket that the interpreter writes signal numbers to while a `Shutdown` is installed."""
-
-
-def _pass_on(number: int, frame: object) -> None:
-    """Send a signal to the thread if the interpreter did not.
-
-    The interpreter writes to another descriptor after an agent or a library has called `loop.add_signal_handler`.
-    """
-    if _writer is None:
-        return
-    current = signal.set_wakeup_fd(_writer.fileno(), warn_on_full_buffer=False)
-    if current != _writer.fileno():
-        signal.set_wakeup_fd(current, warn_on_full_buffer=False)
-        with contextlib.suppress(BlockingIOError):  # full of signals already
-            _writer.send(bytes([number]))
+def _handle(number: int, frame: object) -> None:
+    if _installed is not None:
+        _installed._on_signal(signal.Signals(number))
 
 
 class _Terminated(BaseException):
@@ -309,9 +245,8 @@ def _tell(sentence: str) -> None:
 def _forget_signals() -> None:
     """Reset the handlers in a forked process, as an agent's process pool ends its workers by SIGTERM."""
     for number in SIGNALS:
-        if signal.getsignal(number) is _pass_on:
+        if signal.getsignal(number) is _handle:
             signal.signal(number, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_forget_signals)

@@ -1,4 +1,4 @@
-"""Signals in true processes: the first one closes the program, the second ends it, whatever its main thread does.
+"""Signals in true processes: the first one closes the program, the second ends it.
 
 One process imports what is needed, and forks one for each of these programs.
 """
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 PROGRAMS = """
-import asyncio, ctypes, os, signal, sys, threading, time
+import asyncio, os, signal, sys, threading, time
 from jaxft.harness.runtime import run_main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent that runs in the background has it ignored
@@ -45,15 +45,6 @@ async def waits_for_thread():
         thread = threading.Thread(target=time.sleep, args=(60,), daemon=True)
         thread.start()
         thread.join()
-
-async def holds_lock_SIGINT(number=signal.SIGINT):
-    send_twice(number)
-    mutex, library = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
-    for _ in range(2):  # no signal ends the wait for the second
-        library.pthread_mutex_lock(mutex)
-
-async def holds_lock_SIGTERM():
-    await holds_lock_SIGINT(signal.SIGTERM)
 
 async def holds_loop():
     send_twice(signal.SIGTERM)
@@ -112,8 +103,8 @@ for _ in sys.argv[2:]:
 """
 
 NAMES = (
-    "second_of_another_kind", "waits_for_thread", "holds_lock_SIGINT", "holds_lock_SIGTERM", "holds_loop",
-    "closes_SIGINT", "closes_SIGTERM", "has_handler", "terminates_worker",
+    "second_of_another_kind", "waits_for_thread", "holds_loop", "closes_SIGINT", "closes_SIGTERM", "has_handler",
+    "terminates_worker",
 )  # fmt: skip
 
 
@@ -143,12 +134,6 @@ def test_a_second_signal_ends_at_once(ended):
 
 def test_a_second_signal_ends_a_loop_that_waits_for_a_thread(ended):
     assert ended["waits_for_thread"].code == -signal.SIGINT
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_code_that_holds_the_global_lock(ended, number):
-    program = ended[f"holds_lock_{number.name}"]
-    assert (program.code, program.out) == (-number, "it lives\n")
 
 
 def test_signals_are_heard_while_the_event_loop_is_held(ended):
