@@ -2,7 +2,6 @@
 
 from .addresses import (
     Limits as Limits,
-    is_loopback as is_loopback,
 )
 from .checkpointing import (
     changed_settings as changed_settings,

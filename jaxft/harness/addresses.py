@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, SecretStr, field_validator, model_validator
 
 from jaxft.harness.config_types import ConfigModel, config_error
+from jaxft.hosts.meeting import is_loopback
 from jaxft.rollout.recorder import is_episode_token
 
 
@@ -28,20 +29,6 @@ class Limits(NamedTuple):
     write_seconds: float = 60.0
     drain_seconds: float = 30.0
     max_body_bytes: int = 2**24
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if an address or name stands for this machine alone.
-
-    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("0.0.0.0")
-    (True, True, True, False)
-    """
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def reachable_url(url: str, host: str) -> str:

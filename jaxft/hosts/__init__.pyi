@@ -3,3 +3,6 @@
 from .launch import (
     START as START,
 )
+from .meeting import (
+    is_loopback as is_loopback,
+)

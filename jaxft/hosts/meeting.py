@@ -74,14 +74,14 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine reaches the host.
+    """Return True if an address or name stands for this machine alone.
 
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("10.0.0.1"), is_loopback("node-1")
-    (True, True, False, False)
+    >>> is_loopback("localhost"), is_loopback("127.0.0.2"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, True, False)
     """
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+    return host.lower() == "localhost"
 
 
 def interface(host: str) -> str:

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxft.harness import Limits, is_loopback
+from jaxft.harness import Limits
+from jaxft.hosts import is_loopback
 from jaxft.rollout import episode_of_token
 from jaxft.serving.app import episode_token, error_response, request_keys
 from jaxft.serving.wire import METRICS, APIError
