@@ -68,7 +68,7 @@ class Shutdown:
                 _shutdown.reset(token)
             return
         global _installed
-        self._handles_signals, _installed = True, self
+        self._handles_signals, outer, _installed = True, _installed, self
         before = {number: signal.signal(number, _handle) for number in SIGNALS}
         token = _shutdown.set(self)
         if self.signal is not None and self.tell is not None:
@@ -81,7 +81,7 @@ class Shutdown:
             _shutdown.reset(token)
             for number in SIGNALS:
                 signal.signal(number, before[number])
-            _installed = None
+            _installed = outer
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
