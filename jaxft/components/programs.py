@@ -33,6 +33,7 @@ from jaxft.models.decoder import Remat, decoder
 from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.flash import Choice, layer_kernels, reason_not_to_pack
 from jaxft.models.load import lora_spec
+from jaxft.models.quantized import map_kernels
 from jaxft.rollout.model_runner import ModelRunner
 from jaxft.rollout.weights import Weights, WeightTransfer
 from jaxft.training.config import SELF_TEACHERS
@@ -169,7 +170,8 @@ class Programs:
         dtype, compute_dtype = resolve_dtypes(run.policy, device.platform)
         check_sampling_dtype(run.policy, device)
         self.run, self.device = run, device
-        self.dtype, self.compute_dtype = jnp.dtype(dtype), jnp.dtype(compute_dtype or dtype)
+        self.compute_dtype = jnp.dtype(compute_dtype or dtype)
+        self.dtype = self.compute_dtype if dtype == "int8" else jnp.dtype(dtype)  # of all that is not in eight bits
         self.sharding, self.model, self.params = _model(run, mesh, device.platform)
         tokens, packing = choose_microbatch_tokens(run.adapter.microbatch_tokens, device.platform), run.adapter.packing
         if packing is None:
@@ -247,7 +249,7 @@ class Programs:
 
     def parameters(self) -> int:
         """Return the number of all parameters."""
-        return device_bytes(None, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "int8"), self.params))
+        return device_bytes(None, map_kernels(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "int8"), self.params))
 
 
 def _model(run: PlannedRun, mesh: Mesh | AbstractMesh, platform: str) -> tuple[Sharding, Model, Params]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from jaxft.core.sharding import compute_devices
 from jaxft.models.ceilings import decode_bytes, find_chip, model_flops
 from jaxft.models.config import DecoderConfig
+from jaxft.models.quantized import is_quantized
 from jaxft.rollout.policy import Policy
 
 
@@ -48,7 +49,8 @@ class Speed:
         flops = sum(model_flops(config, number, tokens) for tokens, number in Counter(lengths).items())
         speed["train_mfu"] = flops / training / (chip.flops_per_second * len(devices))
         if steps:
-            needed = decode_bytes(config, int(steps), int(seen), self._itemsize)
+            is_narrow = policy.model.sampling_dtype is not None or is_quantized(policy.weights.trained)
+            needed = decode_bytes(config, int(steps), int(seen), self._itemsize, in_eight_bits=is_narrow)
             bandwidth = chip.bytes_per_second * len(policy.sampling_devices)
             speed["decode_bandwidth_share"] = needed / sampling / bandwidth
         return speed

@@ -162,14 +162,17 @@ def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
-def decode_bytes(config: DecoderConfig, steps: int, seen: int, itemsize: int) -> int:
+def decode_bytes(config: DecoderConfig, steps: int, seen: int, itemsize: int, *, in_eight_bits: bool = False) -> int:
     """Bytes that decoding reads at least: the weights in every step, and keys and values of the `seen` tokens of rows.
 
-    Layers with a window, which see fewer, do not count; pages that rows share count for each row.
+    Layers with a window, which see fewer, do not count; pages that rows share count for each row. The head is never in
+    eight bits.
 
     >>> from jaxft.models.config import model_preset
     >>> decode_bytes(model_preset("qwen3-58m"), steps=2, seen=5, itemsize=4) == 4 * 2 * 41549824 + 5 * 16384
     True
     """
     whole = sum(kind.window is None for kind in config.kinds)
-    return itemsize * matmul_weights(config) * steps + seen * whole * kv_bytes(config, itemsize) // config.num_layers
+    weights = matmul_weights(config) * (1 if in_eight_bits else itemsize)
+    weights += head_weights(config) * (itemsize - 1) if in_eight_bits else 0
+    return weights * steps + seen * whole * kv_bytes(config, itemsize) // config.num_layers

@@ -369,8 +369,9 @@ def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
         f"least {times}{most}"
     )
     dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
-    weights = run.model.num_layers * block_weights(run.model) + head_weights(run.model)
-    size = weights * jnp.dtype(compute_dtype or dtype).itemsize // made.mesh[2]
+    itemsize, kernels = jnp.dtype(compute_dtype or dtype).itemsize, run.model.num_layers * block_weights(run.model)
+    of_kernel = 1 if run.policy.sampling_dtype is not None or dtype == "int8" else itemsize
+    size = (kernels * of_kernel + head_weights(run.model) * itemsize) // made.mesh[2]
     empty, full = (moved / chip.bytes_per_second * 1e3 for moved in (size, size + made.memory["sampling"]))
     yield (
         f"{'sampling':<12} at least {empty:,.1f} ms for a token of each of {run.policy.slots} requests, by memory; "

@@ -28,6 +28,7 @@ from jaxft.models.config import PRESETS, LayerKind, LoraSpec, layers_with, model
 from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import parameters_table, rules_table, sharding_for
 from jaxft.models.layer_stack import apply_layers, cut_layer, layer_runs
+from jaxft.models.quantized import with_quantized_kernels
 from tests.models.weights import narrowed, random_params
 
 SMALL = PRESETS["qwen3-50k"]
@@ -388,6 +389,20 @@ def test_decoding_has_kernels_the_other_way_round_and_whole_along_fsdp():
         for leaf, spec in (("kernel", ("tensor", None)), ("bias", ("tensor",))):
             shape = decoded["decoding_layers"][1][part][name][leaf].shape
             assert tuple(sharding.spec(f"decoding_layers/1/{part}/{name}/{leaf}", shape)) == spec
+
+
+def test_kernels_in_eight_bits_and_their_scales_are_cut_alike():
+    """A scale lies with the output channels that it belongs to, and is whole where the inputs are cut."""
+    sharding = sharding_for(CONFIG, mesh(fsdp=2, tensor=2))
+    decoded = jax.eval_shape(decoder(CONFIG, sampling_dtype="int8").decode_layout, shapes(CONFIG))
+    layer = sharding.gathered().shardings(decoded)["decoding_layers"][1]
+    specs = {name: layer[part][name]["kernel"] for part, name in (("self_attn", "qkv_proj"), ("mlp", "down_proj"))}
+    assert tuple(specs["qkv_proj"].values.spec) == tuple(specs["qkv_proj"].scale.spec) == ("tensor", None)
+    assert tuple(specs["down_proj"].values.spec) == (None, "tensor")
+    assert tuple(specs["down_proj"].scale.spec) == (None, None)
+    stored = jax.eval_shape(lambda params: with_quantized_kernels(params, "int8"), shapes(CONFIG))
+    kernel = sharding.shardings(stored)["layers"]["mlp"]["up_proj"]["kernel"]
+    assert tuple(kernel.values.spec) == (None, "fsdp", "tensor") and tuple(kernel.scale.spec) == (None, None, "tensor")
 
 
 def test_heads_that_do_not_divide():
