@@ -313,6 +313,11 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         "length share a microbatch. null: true, except where only rows of one sequence have a fused attention kernel: "
         "on GPUs with a sliding window.",
     )
+    routing_replay: bool = Field(
+        default=True,
+        description="Of a mixture of experts: scores and updates route each token to the experts that it had while it "
+        "was sampled. false: they route anew.",
+    )
     num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
     num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
 

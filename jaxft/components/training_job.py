@@ -71,6 +71,7 @@ def make_learner(
         num_minibatches=config.num_minibatches,
         num_iterations=config.num_iterations,
         packing=config.packing,
+        routing_replay=config.routing_replay,
         max_sampler_diff=MAX_LOGPROB_DIFF,
         max_disagreeing_fraction=MAX_DISAGREEING_FRACTION,
         seed=seed,

@@ -124,10 +124,14 @@ def as_batch(batch: Batch) -> Batch:
     return batch
 
 
+DEEPER = ("supports", "teacher_hidden", "experts")
+"""Fields of a batch with more axes than its tokens."""
+
+
 def check_batch_shapes(batch: Batch) -> None:
     """Raise unless every field has the shape of `batch.tokens`.
 
-    `batch.advantages` may also be one per row; `batch.supports` and `batch.teacher_hidden` have another axis behind.
+    `batch.advantages` may also be one per row; `DEEPER` fields have further axes behind.
 
     Raises:
         ValueError: a shape differs; the message names the field.
@@ -141,7 +145,7 @@ def check_batch_shapes(batch: Batch) -> None:
         raise ValueError(f"batch.tokens has shape {wanted}; wanted [B T]")
     for name, x in batch._replace(branches=None)._asdict().items():
         is_per_row = name == "advantages" and x is not None and np.shape(x) == wanted[:1]
-        shape = np.shape(x)[:2] if name in ("supports", "teacher_hidden") else np.shape(x)
+        shape = np.shape(x)[:2] if name in DEEPER else np.shape(x)
         if x is not None and shape != wanted and not is_per_row:
             raise ValueError(f"batch.{name} has shape {shape}; wanted that of tokens, {wanted}")
     if (branches := batch.branches) is not None:

@@ -316,8 +316,8 @@ def sft_loss(
 
 
 def _score_metrics(scored: Scored, mask: Bool[Array, "B T"], denominators: Denominators) -> Metrics:
-    """Return the mean entropy and, where it is counted, the share of tokens whose head overflowed."""
-    means = {"entropy": scored.entropy, "head_overflow_fraction": scored.overflows}
+    """Return mean entropy, metrics of routers and, where it is counted, the share of tokens whose head overflowed."""
+    means = {"entropy": scored.entropy, "head_overflow_fraction": scored.overflows, **(scored.routers or {})}
     return {name: token_mean(x, mask, denominators) for name, x in means.items() if x is not None}
 
 
@@ -436,4 +436,5 @@ def score_batch(
         with_sum_pi_squared=with_sum_pi_squared,
         branches=batch.branches,
         targets=batch.targets,
+        experts=batch.experts,
     )

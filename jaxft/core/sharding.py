@@ -183,10 +183,13 @@ class Sharding:
     def page_spec(self, axis: int) -> PartitionSpec:
         """Return the partition of keys or values with pages on this axis, 0 or 1, and heads on the other of the two.
 
+        What has pages on axis 2 has no heads.
+
         >>> print(*Sharding(make_mesh(devices=jax.devices()[:1])).page_spec(1))
         tensor ('data', 'fsdp')
         """
-        return PartitionSpec(ROW_AXES, "tensor") if axis == 0 else PartitionSpec("tensor", ROW_AXES)
+        specs = (ROW_AXES, "tensor"), ("tensor", ROW_AXES), (None, None, ROW_AXES)
+        return PartitionSpec(*specs[axis])
 
     def page_shardings(self, axes: Any) -> Any:
         """Return JAX's sharding of each array of a cache, of whose page axes `axes` is the tree."""

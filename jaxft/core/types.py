@@ -4,12 +4,12 @@ Letters: `B` rows, `T` tokens, `V` vocabulary, `W` words of 32 bits that hold `V
 """
 
 import enum
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 from jaxft.core.packing import Branches
 from jaxft.core.sharding import Sharding
@@ -44,7 +44,8 @@ class Model(NamedTuple):
             on GPUs takes them with the pages that rows share (`jaxft.core.cache.SharedTables`). The positions of a row
             are consecutive and, where there are several, begin at the first place of a page; from the first negative
             one on, tokens are padding that no token sees and whose results mean nothing. Decoders also take `branches`,
-            the columns of rows whose sequences share their first tokens.
+            the columns of rows whose sequences share their first tokens, and mixtures `chosen`, the experts of
+            `Batch.experts` with the layer on axis 0, with which the second result are `RouterScores`.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32; apart from `apply` so that it can be chunked.
             It also takes `head(params)`, gathered on every device, in place of `params`.
         init_cache: `(pages, dtype) -> cache` of so many empty pages.
@@ -83,6 +84,7 @@ class Scored(NamedTuple):
     `divergence` is that of the token's whole distribution from a teacher's; None without a teacher.
     `overflows` is 1 for tokens on whose account the head's logits were computed twice; None unless the scores are those
     of `fused_token_logprobs`. `sum_pi_squared` is the sum of the squared probabilities of the vocabulary, if asked for.
+    `routers` are metrics of the routers by name, where experts are replayed.
     """
 
     logprobs: Float[Array, "B T"]
@@ -92,6 +94,23 @@ class Scored(NamedTuple):
     divergence: Float[Array, "B T"] | None = None
     overflows: Float[Array, "B T"] | None = None
     sum_pi_squared: Float[Array, "B T"] | None = None
+    routers: Mapping[str, Float[Array, "B T"]] | None = None
+
+
+class RouterScores(NamedTuple):
+    """The routers of a model on the tokens of a batch, in each of `L` layers with experts.
+
+    Attributes:
+        entropy: entropy of the probabilities of the experts, in nats.
+        rerouted: 1 for tokens whose replayed experts are others than those that the router would choose.
+        load: mean number of times that a token is replayed by each expert.
+        mass: mean probability of each expert for the tokens that are replayed.
+    """
+
+    entropy: Float[Array, "L B T"]
+    rerouted: Float[Array, "L B T"]
+    load: Float[Array, "L E"]
+    mass: Float[Array, "L E"]
 
 
 class Denominators(NamedTuple):
@@ -156,6 +175,8 @@ class Batch(NamedTuple):
     its head makes the logits; 0 for tokens that it does not teach. None: a teacher reads the same tokens. An update
     also takes `HostStates`, which it makes when it comes to the microbatch.
     `targets` are the tokens that are scored in the place of `tokens`, which are read. None: the same.
+    `experts` are the `k` experts that a token was routed to while sampling in each of `L` layers with experts, counted
+    from 1; 0 for tokens that the policy routes by itself.
     """
 
     tokens: Int[Array, "B T"]
@@ -180,6 +201,7 @@ class Batch(NamedTuple):
     branches: Branches | None = None
     teacher_hidden: Float[Array, "B T E"] | None = None
     targets: Int[Array, "B T"] | None = None
+    experts: UInt[Array, "B T L k"] | None = None
 
     @property
     def counted(self) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxft.core.cache import SharedPages
 from jaxft.core.packing import Branches
@@ -34,7 +34,7 @@ from jaxft.models.flash import (
 )
 from jaxft.models.layers import QKV, Angles, FeedForward, Linear, RMSNorm, head_shards, make_norm, rotary_angles, rotate
 from jaxft.models.lora import joined_adapter
-from jaxft.models.paged import LayerPages, PagedRows, write_and_attend
+from jaxft.models.paged import LayerPages, PagedRows, write_and_attend, write_experts
 from jaxft.models.rope import Rope
 from jaxft.models.shared_prefix import branch_rows, prefix_attention, takes_prefix, with_prefix
 
@@ -335,7 +335,7 @@ class Block(nnx.Module):
         kind: LayerKind,
         context: Context,
         pages: LayerPages | None,
-        chosen: Int[Array, "B T k"] | None = None,
+        chosen: Integer[Array, "B T k"] | None = None,
     ) -> tuple[Float[Array, "B T D"], LayerPages | None, Routing | None]:
         """Return the residual stream, the pages, and the routing of a mixture, which takes the `chosen` experts."""
 
@@ -347,11 +347,15 @@ class Block(nnx.Module):
                 change = change * jnp.asarray(self.residual_scale, x.dtype)
             return by_rows(context.sharding, x + change)
 
-        attended, pages = self.self_attn(normed(self.input_layernorm, x), kind, context, pages)
+        held, recorded = (None, None) if pages is None else (pages._replace(experts=None), pages.experts)
+        attended, held = self.self_attn(normed(self.input_layernorm, x), kind, context, held)
         x = add(x, normed(self.attention_output_norm, attended))
         inputs, routing = normed(self.post_attention_layernorm, x), None
         if isinstance(self.mlp, Mixture):
             changed, routing = self.mlp(inputs, context.sharding, chosen)
+            if held is not None and recorded is not None and context.paged is not None:
+                written = write_experts(recorded, routing.experts, context.paged, context.sharding)
+                held = held._replace(experts=written)
         else:
             changed = self.mlp(inputs, context.sharding, context.places)
-        return add(x, normed(self.mlp_output_norm, changed)), pages, routing
+        return add(x, normed(self.mlp_output_norm, changed)), held, routing

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from jaxft.models.rope import LongRopeScaling, Rope
 
@@ -35,6 +37,19 @@ class LayerKind(NamedTuple):
         (True, False)
         """
         return path[0] != "mlp" or self.has_experts != (path[1] in ("gate_proj", "up_proj", "down_proj"))
+
+
+class ExpertTable(NamedTuple):
+    """The table of the experts that tokens are routed to: `chosen` of `experts` in each of `layers`, counted from 1."""
+
+    layers: int
+    chosen: int
+    experts: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Narrowest dtype that holds the table."""
+        return np.dtype(np.min_scalar_type(self.experts))
 
 
 @dataclass(frozen=True)
@@ -151,6 +166,12 @@ class DecoderConfig:
         """Kind of each layer."""
         repeats = -(-self.num_layers // len(self.pattern))
         return (self.pattern * repeats)[: self.num_layers]
+
+    @property
+    def expert_table(self) -> ExpertTable | None:
+        """Shape of the table of the experts of tokens; None for a dense model."""
+        layers = sum(kind.has_experts for kind in self.kinds)
+        return ExpertTable(layers, self.num_experts_per_tok, self.num_experts) if layers else None
 
     @property
     def score_scale(self) -> float:

@@ -14,20 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from jaxft.core.cache import AdaptedTables, SharedTables
 from jaxft.core.packing import Branches
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import ROW_AXES, Sharding, by_rows, compute_platform, constrain, gather_params
-from jaxft.core.types import Model, Params
+from jaxft.core.types import Model, Params, RouterScores
 from jaxft.models.block import Block, make_context
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec, layers_with
-from jaxft.models.experts import Routing
+from jaxft.models.experts import Routing, router_scores
 from jaxft.models.layer_stack import CHOSEN, Remat, apply_layers, cut_layer, stacked
 from jaxft.models.layers import GATE_UP, QKV, decoding_layer, look_up, make_norm, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, Leaves, has_adapters, merge_or_put_beside, put_beside
-from jaxft.models.paged import LayerPages, init_pages, page_axis
+from jaxft.models.paged import EXPERTS_AXIS, LayerPages, init_pages, page_axis
 from jaxft.models.quantized import with_quantized_kernels
 
 
@@ -190,22 +190,23 @@ def apply(
     tables: Int[Any, "B C"] | SharedTables | AdaptedTables | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Branches | None = None,
-    chosen: Int[Array, "L B T k"] | None = None,
+    chosen: Integer[Array, "L B T k"] | None = None,
     *,
     returns_routing: bool = False,
 ) -> tuple[Any, ...]:
     """Return the hidden state of each token and the cache, as `Model.apply` says.
 
     Args:
-        chosen: experts of each token in each layer that has any, in place of those that the routers choose.
+        chosen: experts of each token in each layer that has any, counted from 1, in place of those that the routers
+            choose; the router chooses for tokens with 0. Without a cache the second result is their `RouterScores`.
         returns_routing: a third result is the `Routing` of these layers.
     """
     if cache is not None and segment_ids is not None:
         raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
     if cache is None:
         hidden, routing = score(net, params, tokens, positions, segment_ids, branches, chosen, returns_routing)
-    else:
-        hidden, cache, routing = decode(net, params, tokens, positions, cache, tables, chosen)
+        return (hidden, None, routing) if returns_routing else (hidden, routing)
+    hidden, cache, routing = decode(net, params, tokens, positions, cache, tables, chosen)
     return (hidden, cache, routing) if returns_routing else (hidden, cache)
 
 
@@ -216,9 +217,9 @@ def score(
     positions: Int[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None,
     branches: Branches | None,
-    chosen: Int[Array, "L B T k"] | None,
+    chosen: Integer[Array, "L B T k"] | None,
     returns_routing: bool,
-) -> tuple[Float[Array, "B T D"], Routing | None]:
+) -> tuple[Float[Array, "B T D"], Routing | RouterScores | None]:
     """Return the hidden state of each token of whole rows, layer by layer, and the routing if it is asked for."""
     config, sharding = net.config, net.sharding
     params = put_beside(net.narrow(params))
@@ -230,12 +231,14 @@ def score(
     if spans is not None:  # rows whose segments cuDNN cannot keep apart are not silently wrong
         x = jnp.where(spans.is_refused[:, None, None], jnp.nan, x)
 
-    def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> tuple[Array, Routing | None]:
+    def compute_layer(kind: LayerKind, x: Float[Array, "B T D"], layer: Params) -> tuple[Array, Any]:
         mlp = dict(layer["mlp"])
         experts = mlp.pop(CHOSEN, None)
         block = block_binder(config, net.lora, has_experts=kind.has_experts)(net.gather({**layer, "mlp": mlp}))
         output, _, routing = block(x, kind, context, None, experts)
-        return output, routing if returns_routing else None
+        if experts is None or returns_routing:
+            return output, routing if returns_routing else None
+        return output, router_scores(routing, config, experts)
 
     layers = params["layers"]
     if chosen is not None:
@@ -251,7 +254,7 @@ def decode(
     positions: Int[Array, "B T"],
     cache: tuple[LayerPages, ...],
     tables: Int[Any, "B C"] | SharedTables | AdaptedTables | None,
-    chosen: Int[Array, "L B T k"] | None,
+    chosen: Integer[Array, "L B T k"] | None,
 ) -> tuple[Float[Array, "B T D"], tuple[LayerPages, ...], Routing | None]:
     """Write tokens to their pages, and return their hidden state, the cache and the routing, layer by layer."""
     config, sharding = net.config, net.sharding
@@ -314,13 +317,17 @@ def unembed(net: Network, params: Params, hidden: Float[Array, "*N D"]) -> Float
 def init_cache(net: Network, pages: int, dtype: Any) -> tuple[LayerPages, ...]:
     """Make empty pages of all layers."""
     config, sharding, axis = net.config, net.sharding, page_axis(net.sharding)
-    cache = tuple(
-        init_pages(pages, config.num_kv_heads, config.head_dim, dtype, compute_platform(sharding))
-        for _ in range(config.num_layers)
-    )
+    chosen = None if config.expert_table is None else (config.num_experts_per_tok, config.expert_table.dtype)
+
+    def init_layer(kind: LayerKind) -> LayerPages:
+        experts = chosen if kind.has_experts else None
+        return init_pages(pages, config.num_kv_heads, config.head_dim, dtype, compute_platform(sharding), experts)
+
+    cache = tuple(map(init_layer, config.kinds))
     if sharding is None or pages % sharding.row_shards:
         return cache
-    return jax.lax.with_sharding_constraint(cache, sharding.page_shardings(jax.tree.map(lambda _: axis, cache)))
+    axes = jax.tree.map(lambda leaf: EXPERTS_AXIS if leaf.ndim > 4 else axis, cache)
+    return jax.lax.with_sharding_constraint(cache, sharding.page_shardings(axes))
 
 
 def decode_layout(net: Network, params: Params) -> Params:

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from jaxft.core.sharding import Sharding
+from jaxft.core.types import RouterScores
 from jaxft.models.config import EXPERTS, SHARED_EXPERT, DecoderConfig, LoraSpec
 from jaxft.models.grouped import grouped_dot
 from jaxft.models.layers import ACTIVATIONS, WIDENED, FeedForward, project_to_vocabulary
@@ -21,10 +22,25 @@ from jaxft.models.lora import joined_adapter
 
 
 class Routing(NamedTuple):
-    """A router's logits, and the experts chosen for each token; those of several layers are stacked on axis 0."""
+    """A router's logits, the experts of each token, and those that the router alone would choose.
+
+    Those of several layers are stacked on axis 0.
+    """
 
     logits: Float[Array, "*L B T E"]
     experts: Int[Array, "*L B T k"]
+    own: Int[Array, "*L B T k"]
+
+
+def router_scores(routing: Routing, config: DecoderConfig, replayed: Integer[Array, "B T k"]) -> RouterScores:
+    """Return the `RouterScores` of one layer; tokens whose experts in `replayed` are 0 have no part in its means."""
+    logits, is_known = routing.logits, replayed[..., 0] > 0
+    log_probs = jax.nn.log_softmax(jax.nn.log_sigmoid(logits) if config.router == "sigmoid" else logits)
+    probs, weights = jnp.exp(log_probs), is_known / jnp.maximum(is_known.sum(), 1)
+    differs = is_known & (jnp.sort(routing.experts) != jnp.sort(routing.own)).any(axis=-1)
+    counts = jax.nn.one_hot(routing.experts, config.num_experts).sum(axis=2)
+    load, mass = (jnp.einsum("bte,bt->e", x, weights) for x in (counts, probs))
+    return RouterScores(-(probs * log_probs).sum(axis=-1), differs.astype(jnp.float32), load, mass)
 
 
 def route(
@@ -155,13 +171,16 @@ class Mixture(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "B T D"], sharding: Sharding | None, chosen: Int[Array, "B T k"] | None
+        self, x: Float[Array, "B T D"], sharding: Sharding | None, chosen: Integer[Array, "B T k"] | None
     ) -> tuple[Float[Array, "B T D"], Routing]:
         """Return the layer's output and its routing, which is `chosen` if that is given."""
         config, flat = self.config, x.reshape(-1, x.shape[-1])
         logits, bias = self.router(flat), self.selection_bias
-        given = None if chosen is None else chosen.reshape(len(flat), -1).astype(jnp.int32)
-        experts, weights = route(logits, config, given, None if bias is None else bias[...])
+        own, weights = route(logits, config, selection_bias=None if bias is None else bias[...])
+        experts = own
+        if chosen is not None:
+            given = chosen.reshape(own.shape).astype(jnp.int32) - 1
+            experts, weights = route(logits, config, jnp.where(given < 0, own, given))
         owners = experts.reshape(-1)
         order = jnp.argsort(owners)
         inverse = jnp.argsort(order)
@@ -173,4 +192,4 @@ class Mixture(nnx.Module):
             shared = self.shared_expert(x, sharding)
             gate = None if self.shared_expert_gate is None else jax.nn.sigmoid(self.shared_expert_gate(x))
             y = y + (shared if gate is None else (shared * gate).astype(x.dtype))
-        return y, Routing(logits.reshape(*x.shape[:2], -1), experts.reshape(*x.shape[:2], -1))
+        return y, Routing(*(each.reshape(*x.shape[:2], -1) for each in (logits, experts, own)))

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxft.core.cache import PAGE_TOKENS, SharedPages
 from jaxft.core.reductions import invariant_sum, rounded_exp
@@ -25,14 +25,15 @@ PagedKernel = Literal["reference", "triton", "mosaic"]
 
 
 class LayerPages(NamedTuple):
-    """Keys and values of one layer.
+    """Keys and values of one layer, and in one of experts those that each token was routed to, as in `Batch.experts`.
 
     On CPUs keys are `[N K h P]`, transposed, and values `[N K P h]`, so that products read them in order. Elsewhere
-    both are `[K N P h]`, as kernels load them.
+    both are `[K N P h]`, as kernels load them. Experts have no heads to divide over a mesh.
     """
 
     keys: Float[Array, "..."]
     values: Float[Array, "..."]
+    experts: UInt[Array, "1 1 N P k"] | None = None
 
 
 class PagedRows(NamedTuple):
@@ -68,19 +69,23 @@ LANES = 128
 """Lanes of a TPU's vector register; a narrower array XLA lays out in another order, and copies it for a kernel."""
 
 
-def init_pages(pages: int, kv_heads: int, head_dim: int, dtype: Any, platform: str) -> LayerPages:
-    """Make empty pages of a layer; on TPUs heads are padded to whole registers.
+def init_pages(
+    pages: int, kv_heads: int, head_dim: int, dtype: Any, platform: str, experts: tuple[int, Any] | None = None
+) -> LayerPages:
+    """Make empty pages of a layer, with `experts`, number and dtype, of each token; on TPUs heads are padded.
 
     >>> [init_pages(3, 2, 16, jnp.bfloat16, platform).keys.shape for platform in ("cpu", "gpu", "tpu")]
     [(3, 2, 16, 64), (2, 3, 64, 16), (2, 3, 64, 128)]
     """
+    chosen = None if experts is None else jnp.zeros((1, 1, pages, PAGE_TOKENS, experts[0]), experts[1])
     if platform != "cpu":
         width = -(-head_dim // LANES) * LANES if platform == "tpu" else head_dim
         shape = kv_heads, pages, PAGE_TOKENS, width
-        return LayerPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        return LayerPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), chosen)
     return LayerPages(
         jnp.zeros((pages, kv_heads, head_dim, PAGE_TOKENS), dtype),
         jnp.zeros((pages, kv_heads, PAGE_TOKENS, head_dim), dtype),
+        chosen,
     )
 
 
@@ -141,7 +146,9 @@ def _write_and_attend(
         from jaxft.models import paged_kernels, paged_kernels_tpu
 
     if kernel == "triton" and q.shape[1] == 1:
-        attended, *written = paged_kernels.write_and_attend_gpu(q, k, v, *pages, *rows[:3], rows.shared, scores=scores)
+        attended, *written = paged_kernels.write_and_attend_gpu(
+            q, k, v, *pages[:2], *rows[:3], rows.shared, scores=scores
+        )
         return attended, LayerPages(*written)
     if axis == 1 and (added := pages.keys.shape[-1] - k.shape[-1]):
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, added))) for x in (k, v))
@@ -197,6 +204,39 @@ def write_tokens(pages: LayerPages, k: Array, v: Array, rows: PagedRows, axis: i
     return LayerPages(pages.keys.at[:, number].set(k, mode="drop"), pages.values.at[:, number].set(v, mode="drop"))
 
 
+EXPERTS_AXIS = 2
+"""Axis of the pages in the experts of a layer."""
+
+
+def write_experts(
+    pool: UInt[Array, "1 1 N P k"], chosen: Int[Array, "B T k"], rows: PagedRows, sharding: Sharding | None
+) -> UInt[Array, "1 1 N P k"]:
+    """Write the experts of the real tokens, here counted from 0, to the pages of a layer."""
+
+    def write(pool: Array, chosen: Array, rows: PagedRows) -> Array:
+        offsets, beyond = jnp.arange(chosen.shape[1]), pool.shape[EXPERTS_AXIS] * PAGE_TOKENS
+        places = rows.starts[:, None] + offsets  # [B T]
+        to = _numbers(rows, places // PAGE_TOKENS) * PAGE_TOKENS + places % PAGE_TOKENS
+        to = jnp.where(offsets < rows.counts[:, None], to, beyond)  # dropped
+        return pool.reshape(beyond, -1).at[to].set(chosen.astype(pool.dtype) + 1, mode="drop").reshape(pool.shape)
+
+    if sharding is not None:
+        spec, of_rows = sharding.page_spec(EXPERTS_AXIS), PartitionSpec(ROW_AXES)
+        specs = spec, of_rows, of_rows
+        write = jax.shard_map(write, mesh=sharding.mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    return write(pool, chosen, rows._replace(shared=None))
+
+
+@partial(jax.jit, static_argnums=0)
+def gather_experts(
+    sharding: Sharding | None, cache: tuple[LayerPages, ...], numbers: Int[Any, "C"]
+) -> UInt[Array, "T L k"]:
+    """Return the experts of the tokens of these pages, in every layer that has some."""
+    held = [pages.experts[0, 0, numbers] for pages in cache if pages.experts is not None]  # each [C P k]
+    gathered = jnp.stack(held, axis=2).reshape(-1, len(held), held[0].shape[-1])
+    return gathered if sharding is None else sharding.constrain_axes(gathered)
+
+
 def _numbers(rows: PagedRows, columns: Int[Array, "B *n"]) -> Int[Array, "B *n"]:
     """Return the page numbers in these columns of each row's table."""
     flat = columns.reshape(columns.shape[0], -1)
@@ -209,11 +249,11 @@ def take_pages(pages: LayerPages, number: Int[Array, "B"], held: Bool[Array, "B 
     What is not held may be NaN, and 0 times NaN is NaN.
     """
     if axis == 1:
-        keys, values = (leaf.at[:, number].get(mode="clip") for leaf in pages)
+        keys, values = (leaf.at[:, number].get(mode="clip") for leaf in pages[:2])
         return keys.transpose(1, 0, 3, 2), jnp.where(held[:, None, :, None], values.swapaxes(0, 1), 0)
 
     def take() -> tuple[Array, Array]:
-        keys, values = (leaf.reshape(len(leaf), -1).at[number].get(mode="clip") for leaf in pages)
+        keys, values = (leaf.reshape(len(leaf), -1).at[number].get(mode="clip") for leaf in pages[:2])
         is_held = jnp.broadcast_to(held[:, None, :, None], (len(held), *pages.values.shape[1:]))
         return keys, jnp.where(is_held.reshape(values.shape), values, 0)
 

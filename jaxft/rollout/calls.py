@@ -2,15 +2,17 @@
 
 import base64
 import functools
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import UInt32
+from jaxtyping import UInt, UInt32
 from pydantic import Field
 
+from jaxft.models.config import ExpertTable
 from jaxft.rollout.messages import ToolCall, comparison_key, read_arguments
 
 TopLogprobs = tuple[tuple[int, float], ...]
@@ -64,6 +66,41 @@ def decode_support(text: str) -> UInt32[np.ndarray, "W"]:
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<u4").astype(np.uint32)
 
 
+def encode_experts(experts: UInt[np.ndarray, "T L k"]) -> list[str]:
+    """Return the experts of each token as text; they are counted from 1, and the text of all zeros is empty.
+
+    >>> encode_experts(np.array([[[3, 1]], [[0, 0]]], np.uint8))
+    ['AwE=', '']
+    """
+    return [base64.b64encode(each.tobytes()).decode() if each.any() else "" for each in experts]
+
+
+def decode_experts(texts: Sequence[str], routing: ExpertTable) -> UInt[np.ndarray, "T L k"]:
+    """Return the experts of each token, 0 where none are recorded.
+
+    Raises:
+        ValueError: they are those of another model; the message names the first such token.
+
+    >>> decode_experts(["AwE=", ""], ExpertTable(layers=1, chosen=2, experts=4)).tolist()
+    [[[3, 1]], [[0, 0]]]
+    """
+    shape = routing.layers, routing.chosen
+    size, found = math.prod(shape) * routing.dtype.itemsize, None
+    decoded = [base64.b64decode(text) if text else bytes(size) for text in texts]
+    are_wrong = np.array([len(each) != size for each in decoded])
+    if not are_wrong.any():
+        found = np.frombuffer(b"".join(decoded), routing.dtype).reshape(-1, *shape)
+        are_wrong = ((found > routing.experts) | (found == 0) & found.any(axis=(1, 2), keepdims=True)).any(axis=(1, 2))
+        if not are_wrong.any():
+            return found
+    first = int(are_wrong.argmax())
+    holds = f"{len(decoded[first])} bytes, wanted {size}" if found is None else f"expert {found[first].max()}"
+    raise ValueError(
+        f"experts of token {first} are of another model ({holds}): the policy has {routing.layers} layers with "
+        f"{routing.chosen} of {routing.experts} experts; sample with it, or set routing_replay: false"
+    )
+
+
 CARRIED = "carried"
 """`finish_reason` of an answer that goes on in the next collection; no agent sees it."""
 
@@ -82,6 +119,8 @@ class Completion:
         top_logprobs: for each token, pairs of a token id and its log-probability, if the request asks for them.
         supports: tokens that each token could be drawn from (`encode_support`), behind `PENALIZED` if the request has
             penalties; empty if it neither filters nor has penalties or a grammar.
+        experts: experts that each token of prompt and answer, up to the last one that the model was fed, was routed to
+            (`encode_experts`); empty without any.
         first_read, last_read: `time.perf_counter()` when the first and the last tokens were read from the device, and
             the number of tokens by then.
     """
@@ -93,6 +132,7 @@ class Completion:
     finish_reason: str = "length"
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     supports: list[str] = field(default_factory=list)
+    experts: list[str] = field(default_factory=list)
     first_read: Annotated[tuple[float, int], Field(exclude=True)] = field(default=(0.0, 0), compare=False)
     last_read: Annotated[tuple[float, int], Field(exclude=True)] = field(default=(0.0, 0), compare=False)
 
@@ -298,10 +338,11 @@ def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dic
     """
     given = openai_logprobs(call.token_ids, call.sampler_logprobs, text_of_token)
     if given["content"]:
-        lists = zip(PER_TOKEN, call.reply.completion.per_token, strict=True)
+        completion = call.reply.completion
+        lists = [*zip(PER_TOKEN, completion.per_token, strict=True), ("experts", completion.experts)]
         record = {name: list(values) for name, values in lists if values}
         given["content"][0][RECORD] = record | {
-            "finish_reason": call.reply.completion.finish_reason,
+            "finish_reason": completion.finish_reason,
             "content": call.content,
             "prompt_ids": list(call.prompt_ids),
             "observations": list(call.prompt.observations),
@@ -342,7 +383,7 @@ def recorded_call(logprobs: Any) -> Call | None:
     record = first.get(RECORD) if isinstance(first, Mapping) else None
     if record is None:
         return None
-    per_token: dict[str, Any] = {name: list(record.get(name, ())) for name in PER_TOKEN}
+    per_token: dict[str, Any] = {name: list(record.get(name, ())) for name in (*PER_TOKEN, "experts")}
     completion = Completion(**per_token, finish_reason=record["finish_reason"])
     prompt = Prompt("", tuple(record["prompt_ids"]), observations=tuple(record.get("observations", ())))
     reply = Reply(record["content"], completion, prompt.ids, record["index"])

@@ -341,6 +341,8 @@ class Engine:
                 self._add_top_logprobs(params, running)
         _deliver_tokens(running for running, _ in current)
         for running in finished:
+            if running.error is None:
+                self._scheduler.record_experts(running)
             self._scheduler.release(running)
         if any(isinstance(running.error, NonFiniteError) for running in finished):
             self._scheduler.clear_prefix_cache()  # its pages may hold the non-finite numbers

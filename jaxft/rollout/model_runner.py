@@ -30,8 +30,9 @@ from jaxft.core.sampling import LogitBias, Penalties, SamplingParams
 from jaxft.core.sharding import commit_like, compute_platform, device_bytes
 from jaxft.core.types import Cache, Model, Params
 from jaxft.models.config import DecoderConfig
+from jaxft.models.paged import gather_experts
 from jaxft.rollout.adapters import Adapter, AdapterStack
-from jaxft.rollout.calls import TopLogprobs
+from jaxft.rollout.calls import TopLogprobs, encode_experts
 from jaxft.rollout.decode_batch import (
     MAX_BIASED_IDS,
     MAX_STOP_IDS,
@@ -178,6 +179,7 @@ class ModelRunner:
         self._programs = prefill_programs(platform, slots // self.row_shards, length, self.num_pages)
         self._warm_up_rounds = warm_up_rounds(platform)
         self._shares_pages = platform == "gpu" and isinstance(model.config, DecoderConfig)
+        self._has_experts = isinstance(model.config, DecoderConfig) and model.config.expert_table is not None
         least, self._few_rows = FEW_ROWS.get(platform), None
         if least is not None and model.sharding is None and slots >= 4 * least:
             self._few_rows = max(least, slots // FEW_SHARE)
@@ -319,6 +321,16 @@ class ModelRunner:
         self.counts.decoded_tokens += int(tables[3].sum())
         return SampledTokens(*tables[:4], *tables[5:]), tables[4]
 
+    def read_experts(self, shard: int, pages: Sequence[int], start: int, end: int) -> list[str]:
+        """Return the experts (`encode_experts`) of the tokens `start` to `end` of a row; empty for a dense model."""
+        if not self._has_experts or self._arrays is None:
+            return []
+        found = gather_experts(self._model.sharding, self._arrays.cache, self._page_numbers(shard, pages))
+        return encode_experts(jax.device_get(found)[start:end])
+
+    def _page_numbers(self, shard: int, pages: Sequence[int]) -> Int[np.ndarray, "C"]:
+        return self.num_pages * shard + np.pad(np.array(pages, np.int32), (0, self.columns - len(pages)))
+
     def top_logprobs(self, params: Params, request: Request, token_ids: Sequence[int], count: int) -> list[TopLogprobs]:
         """Return the most likely tokens, at most `count`, at the position of each sampled token of a completion.
 
@@ -347,6 +359,7 @@ class ModelRunner:
                 arrays.cache, arrays.slots, *_ = advance(
                     model, num_steps, is_filtered, params, arrays.cache, arrays.slots, *rows
                 )
+            self.read_experts(0, [], 0, 0)
             jax.block_until_ready((arrays.cache, arrays.slots))
 
     def warm_up_programs(self, params: Params) -> dict[str, Callable[[], Any]]:
@@ -361,6 +374,8 @@ class ModelRunner:
         programs: dict[str, Callable[[], Any]] = {
             name: partial(prefill.lower, model, params, cache, chunks) for name, chunks in self._no_chunks().items()
         }
+        if self._has_experts:
+            programs["experts"] = partial(gather_experts.lower, model.sharding, cache, self._page_numbers(0, []))
         programs["copy"] = partial(copy.lower, model, cache, *self._copies([[]] * self.row_shards))
         filler = Request((0,), (0,) * 6, 1)
         programs["admit"] = partial(admit.lower, model, slots, self._seed, self._admission([], filler))

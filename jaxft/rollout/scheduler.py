@@ -1,7 +1,8 @@
 """The scheduler of an engine: which requests have slots and pages, and what is prefilled and decoded next.
 
 Requests are served in the order in which they came. One that needs pages when none is left takes them from the
-youngest. A scheduler touches no device: `Engine` hands its choices to a `ModelRunner`.
+youngest. A scheduler touches no device: `Engine` hands its choices to a `ModelRunner`. Only the experts of a request
+are read before it loses its pages.
 
 Equal beginnings of prompts are held once, whoever holds them. Cached pages that nobody holds are the first to be
 evicted, the least recently held before others.
@@ -372,6 +373,13 @@ class Scheduler:
         del self.running[running.slot]
         running.pages, running.slot = [], None
 
+    def record_experts(self, running: Running) -> None:
+        """Read the experts of a request's tokens from its pages, as far as they are not known and all have been fed."""
+        completion = running.completion
+        known, end = len(completion.experts), len(running.request.prompt_ids) + len(completion.token_ids) - 1
+        if completion.token_ids and running.is_prefilled and known < end:
+            completion.experts += self._runner.read_experts(running.shard, running.pages, known, end)
+
     def _new_pools(self) -> list[PagePool]:
         return [PagePool(self._runner.num_pages) for _ in range(self._runner.row_shards)]
 
@@ -445,8 +453,11 @@ class Scheduler:
 
     def _preempt(self, running: Running) -> None:
         """Put a request back to the front of those that wait, with its tokens, or else to sample the same again."""
+        keeps_tokens = self.keeps_tokens or running.keeps_tokens
+        if keeps_tokens:
+            self.record_experts(running)
         self.release(running)
-        if self.keeps_tokens or running.keeps_tokens:
+        if keeps_tokens:
             running.decode_from(running.completion.token_ids)
         else:
             running.begin()

@@ -5,6 +5,7 @@ never tokenised again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer
@@ -41,6 +42,8 @@ class TokenSequence(BaseModel):
         llm: name of the language model that sampled; None if unknown.
         supports: tokens that each token could be drawn from (`Completion.supports`), empty for the whole vocabulary, or
             if that holds for the whole row. In JSON each support is written once.
+        experts: experts that each token was routed to while sampling (`Completion.experts`), by the first call that was
+            fed it; empty for tokens, and rows, without any.
         observations: True for tokens of the results of tools that an answer of the row led to; empty without any.
         is_logged: True for text of a log, of which no log-probabilities are known. In JSON only if True.
         begun_by: the call whose prompt the row begins with; None if unknown, as in what was read from JSON.
@@ -59,6 +62,7 @@ class TokenSequence(BaseModel):
     episode_truncated: bool = False
     llm: str | None = None
     supports: list[str] = []
+    experts: list[str] = []
     observations: list[bool] = []
     is_logged: bool = False
     begun_by: Any = Field(default=None, exclude=True, repr=False)
@@ -67,13 +71,10 @@ class TokenSequence(BaseModel):
     def _shorten(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Leave out what is not set; in JSON write each support once, with its index for each token."""
         written: dict[str, Any] = dump(self)
-        if not self.is_logged:
-            written.pop("is_logged", None)
-        if not self.observations:
-            written.pop("observations", None)
-        if not self.supports:
-            written.pop("supports", None)
-        elif info.mode == "json":
+        for name in ("is_logged", "observations", "experts", "supports"):
+            if not written.get(name):
+                written.pop(name, None)
+        if self.supports and info.mode == "json":
             each = list(dict.fromkeys(self.supports))
             index = {support: number for number, support in enumerate(each)}
             written["supports"] = {"each": each, "of_tokens": [index[support] for support in self.supports]}
@@ -138,6 +139,9 @@ def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> 
     seen = set(call.prompt.observations)
     sequence.observations += [place in seen for place in range(known, known + context)] + [False] * sampled
     sequence.supports += [""] * context + (completion.supports or [""] * sampled)[:sampled]
+    fed = completion.experts if is_target else []
+    fed = [*fed, *[""] * (len(sequence.tokens) - len(fed))]
+    sequence.experts = [first or own for first, own in zip_longest(sequence.experts, fed, fillvalue="")]
     sequence.truncated |= is_target and completion.finish_reason == "length"
 
 
@@ -145,7 +149,7 @@ def _without_tail(sequence: TokenSequence) -> TokenSequence:
     """Cut a row after its last trained token; later tokens have no effect on training."""
     end = len(sequence.tokens) - sequence.completion_mask[::-1].index(True)
     cut = {name: values[:end] for name, values in sequence if isinstance(values, list)}
-    nothing: dict[str, list[Any]] = {name: [] for name in ("supports", "observations") if not any(cut[name])}
+    nothing: dict[str, list[Any]] = {name: [] for name in ("supports", "experts", "observations") if not any(cut[name])}
     return sequence.model_copy(update=cut | nothing)
 
 

@@ -28,7 +28,8 @@ from jaxft.core.packing import (
 )
 from jaxft.core.sharding import to_host
 from jaxft.core.types import Batch, HostStates, Scored
-from jaxft.rollout.calls import PENALIZED, decode_support
+from jaxft.models.config import ExpertTable
+from jaxft.rollout.calls import PENALIZED, decode_experts, decode_support
 from jaxft.rollout.sequences import TokenSequence
 from jaxft.training.config import LossConfig
 
@@ -177,7 +178,7 @@ class TrainingBatch(NamedTuple):
 
 
 def _table(packing: Packing, tokens: Any, is_own: np.ndarray, values: np.ndarray, fill: float = 0) -> np.ndarray:
-    table = np.full((packing.height, packing.width), fill, values.dtype)
+    table = np.full((packing.height, packing.width, *values.shape[1:]), fill, values.dtype)
     table[tokens[0][is_own], tokens[1][is_own]] = values[is_own]
     return table
 
@@ -343,7 +344,12 @@ class BatchPlanner:
 
 
 def make_batch(
-    rows: list[Row], planner: BatchPlanner, *, has_supports: bool = False, has_observations: bool = False
+    rows: list[Row],
+    planner: BatchPlanner,
+    *,
+    has_supports: bool = False,
+    has_observations: bool = False,
+    routing: ExpertTable | None = None,
 ) -> TrainingBatch:
     """Return the batch of these rows, without scores and advantages. Empty rows train nothing.
 
@@ -353,9 +359,10 @@ def make_batch(
         has_supports: True to take probabilities over the tokens that each token could be drawn from. What was recorded
             over the whole vocabulary is replaced by what the token was drawn with. Penalties are left out of both.
         has_observations: True to add the mask of the results of tools.
+        routing: table of the policy's experts, to add those recorded; None to leave them out. Those of a log are.
 
     Raises:
-        ValueError: `rows` is empty.
+        ValueError: `rows` is empty, or recorded experts are those of another model.
     """
     if not rows:
         raise ValueError("there are no rows to make a batch of")
@@ -385,17 +392,27 @@ def make_batch(
         recorded["sampler_logprobs"] = np.where(
             is_drawn_with, recorded["behavior_logprobs"], recorded["sampler_logprobs"]
         )
+    places = token_index(packing)
+    if routing is not None:
+        recorded["experts"] = _table(packing, places.tokens, places.is_own, _recorded_experts(rows, routing))
     return TrainingBatch(
         Batch(**recorded, branches=packing.branches),
         packing,
         shapes,
         np.array([row.trajectory for row in rows]),
-        *token_index(packing),
+        *places,
         turns=pack(packing, [row.sequence.turns or -1 for row in rows], np.int32, fill=-1),
         is_cut=np.array([row.sequence.episode_truncated for row in rows]),
         support_ids=ids,
         supports=supports,
     )
+
+
+def _recorded_experts(rows: Sequence[Row], routing: ExpertTable) -> np.ndarray:
+    """Return the experts `[n L k]` of every token, sequence by sequence."""
+    sequences = [row.sequence for row in rows]
+    no_experts = [[""] * len(each.tokens) if each.is_logged or not each.experts else each.experts for each in sequences]
+    return np.concatenate([decode_experts(texts, routing) for texts in no_experts])
 
 
 def with_scores(
@@ -422,13 +439,15 @@ def with_scores(
             at_end = old.next_values[job.tokens][last]
             behind = np.where(job.is_cut & (loss.bootstrap == "value"), at_end, np.float32(0))
     if reference is not None:
-        batch = batch._replace(ref_logprobs=score_tokens(job, reference).logprobs)
+        # The reference routes by itself, in the program of the policy.
+        own = job if batch.experts is None else job._replace(batch=batch._replace(experts=0 * batch.experts))
+        batch = batch._replace(ref_logprobs=score_tokens(own, reference).logprobs)
     return job._replace(batch=batch, bootstrap_values=behind, sum_pi_squared=squares)
 
 
 def before_scoring(batch: Batch) -> Batch:
     """Return what a batch has before anything is computed of it, so that all scores are of one program."""
-    kept = (*RECORDED, "positions", "segment_ids", "branches")
+    kept = (*RECORDED, "positions", "segment_ids", "branches", "experts")
     return Batch(**{name: table for name, table in batch._asdict().items() if name in kept})
 
 
@@ -439,7 +458,8 @@ def score_tokens(job: TrainingBatch, score: Scorer) -> Scored:
         job: result of `make_batch`, or some sequences of it.
         score: scores one microbatch.
     """
-    scored = [score(microbatch) for microbatch in job._replace(batch=before_scoring(job.batch)).microbatches()]
+    parts = job._replace(batch=before_scoring(job.batch)).microbatches()
+    scored = [score(microbatch)._replace(routers=None) for microbatch in parts]
 
     def joined(*tables: np.ndarray) -> np.ndarray:
         wide = [np.pad(table, ((0, 0), (0, job.packing.width - table.shape[1]))) for table in tables]
@@ -512,7 +532,9 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
     return selected._replace(teacher_ids=teacher_ids, teacher_states=job.teacher_states)
 
 
-def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool) -> Batch:
+def empty_batch(
+    loss: LossConfig, rows: int, width: int, *, packed: bool, has_old: bool, routing: ExpertTable | None = None
+) -> Batch:
     """Return a microbatch of zeros with the fields that an update of `loss` takes, to compile it.
 
     Args:
@@ -521,7 +543,9 @@ def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_ol
         width: tokens per row.
         packed: True to include `segment_ids` and `positions`.
         has_old: True to include `old_logprobs`, as jobs of several updates do.
+        routing: table of the policy's experts, to include them.
     """
+    experts: Any = None if routing is None else np.zeros((rows, width, *routing[:2]), routing.dtype)
     floats: Any = np.zeros((rows, width), np.float32)
     whole: Any = np.zeros((rows, width), np.int32)
     is_ppo = loss.name == "ppo"
@@ -541,5 +565,6 @@ def empty_batch(loss: LossConfig, rows: int, width: int, *, packed: bool, has_ol
         trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
         selected=whole.astype(np.bool_) if loss.selects_tokens else None,
         observation_mask=whole.astype(np.bool_) if loss.observation_coef else None,
+        experts=experts,
         **dict.fromkeys(loss.task_tables, floats),
     )

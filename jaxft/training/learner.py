@@ -130,6 +130,7 @@ class Learner:
         num_minibatches: int = 1,
         num_iterations: int = 1,
         packing: bool | None = None,
+        routing_replay: bool = True,
         max_sampler_diff: float = 0.1,
         max_disagreeing_fraction: float = 1.0,
         seed: int = 0,
@@ -174,6 +175,9 @@ class Learner:
         self._shared_tokens = (microbatch_tokens or SHARED_TOKENS) if takes_branches else 0
         self._num_minibatches, self._num_iterations = num_minibatches, num_iterations
         self._packing, self._seed = packing, seed
+        config, self._routing = model.config, None
+        if routing_replay and loss.is_policy_loss and isinstance(config, DecoderConfig):
+            self._routing = config.expert_table
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
         self._divides_by_sampler = loss.correction is not None and loss.correction.name == "ratio"
@@ -231,13 +235,18 @@ class Learner:
         planner, metrics = self._planner(), dict[str, float]()
         loss, scorers = self.loss, self._scorers(params, pause)
         has_observations = loss.observation_coef > 0
-        laid_out = make_batch(rows, planner, has_supports=loss.is_policy_loss, has_observations=has_observations)
+        options = {"has_supports": loss.is_policy_loss, "has_observations": has_observations}
+        laid_out = make_batch(rows, planner, **options, routing=self._routing)
         if credit is not None and any(row.sequence.is_logged for row in rows):
             laid_out = with_own_logprobs(laid_out, pausing(self._policy_scorer(params), pause))
         job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
+        if (experts := laid_out.batch.experts) is not None:  # the last token of a sequence is never fed
+            fed = max(1, int(laid_out.is_own.sum()) - len(rows))
+            metrics["replayed_token_fraction"] = min(1.0, float(np.any(experts, axis=(2, 3)).sum()) / fed)
         job = self._taught(job, rows, params, pause)
         if credit is not None:
-            job, metrics = compute_advantages(job, credit, loss)
+            job, of_credit = compute_advantages(job, credit, loss)
+            metrics |= of_credit
             if kept_rows:
                 self._score_kept(laid_out, job, kept_rows, params, keep_scores, pause)
         if loss.skip_zero_advantages:  # before the scores, which are not computed for what is skipped
@@ -426,9 +435,9 @@ class Learner:
                 self._scored(policy, recorded, value_head=None)
             teacher = self._teacher_weights(policy)
             if self._scores_teacher:
-                scored(teacher.model, teacher.params, recorded, value_head=None)
+                scored(teacher.model, teacher.params, recorded._replace(experts=None), value_head=None)
             elif self._has_teacher_rows:
-                hidden_states(teacher.model, teacher.params, recorded)
+                hidden_states(teacher.model, teacher.params, recorded._replace(experts=None))
             for parts in (batch, [batch, batch]):  # alone, and as one of several
                 state, _ = self._update(state, parts, pause)
         if self.reference is not None and self.loss.reference.update_every is not None:
@@ -452,7 +461,7 @@ class Learner:
 
     def _empty_batch(self, params: Params, rows: int, width: int) -> Batch:
         packed, has_old = self._planner().packed, self._has_several_updates
-        batch = empty_batch(self.loss, rows, width, packed=packed, has_old=has_old)
+        batch = empty_batch(self.loss, rows, width, packed=packed, has_old=has_old, routing=self._routing)
         if not (self._has_teacher_rows and self._learns_distribution):
             return batch
         return batch._replace(teacher_hidden=empty_states(self._teacher_weights(params), rows, width))
@@ -528,7 +537,8 @@ class Learner:
             score = pausing(partial(scored, weights.model, weights.params, value_head=None), pause)
             if self._has_teacher_rows:
                 return with_teacher_logprobs(job, rows, self._planner(), score)
-            return job._replace(teacher_logprobs=score_tokens(job, score).logprobs)
+            own = job._replace(batch=job.batch._replace(experts=None))  # it routes by itself
+            return job._replace(teacher_logprobs=score_tokens(own, score).logprobs)
         return with_teacher_states(job, rows, self._planner(), weights, pause) if self._has_teacher_rows else job
 
     def _follow(self, params: Params) -> None:

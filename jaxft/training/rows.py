@@ -42,7 +42,7 @@ HOW_TO_REWARD = (
 )
 """Advice for a job without a usable reward."""
 
-OPTIONAL = ("turns", "supports", "observations")
+OPTIONAL = ("turns", "supports", "experts", "observations")
 """Lists of a sequence that may be empty."""
 
 NOTHING_SAMPLED = TokenRecords(*np.zeros((4, 0)))

@@ -121,7 +121,7 @@ def teacher_sequence(
     lists = {name: values for name, values in sequence if isinstance(values, list) and values}
     # A prompt's first token stands for all: none of them is trained.
     moved: dict[str, Any] = {name: [values[0]] * len(ids) + values[known:] for name, values in lists.items()}
-    return sequence.model_copy(update=moved | {"tokens": [*ids, *sequence.tokens[known:]]})
+    return sequence.model_copy(update=moved | {"tokens": [*ids, *sequence.tokens[known:]], "experts": []})
 
 
 def with_teacher_logprobs(

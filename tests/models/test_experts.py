@@ -89,7 +89,7 @@ def forward():
 
         plain, routing = logits(params, None)
         gradient = jax.grad(lambda params: (logits(params, None)[0] ** 2).sum())(params)
-        return plain, routing, logits(params, routing.experts), logits(params, other), gradient
+        return plain, routing, logits(params, routing.experts + 1), logits(params, other + 1), gradient
 
     return params, other, jax.device_get(passes(params, other))
 

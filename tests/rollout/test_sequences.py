@@ -19,6 +19,22 @@ def test_a_conversation_becomes_one_row(make_call):
     assert row.truncated and row.llm == "policy"
 
 
+def test_a_row_has_the_experts_of_the_first_call_that_was_fed_each_token(make_call):
+    first, second = make_call(0, [1, 2], [3, 4]), make_call(1, [1, 2, 3, 4, 5, 6], [7, 8])
+    first.reply.completion.experts, second.reply.completion.experts = ["a", "b", "c"], [*"tuvwxyz"]
+    other = make_call(2, [1, 2, 3], [9])
+    other.reply.completion.experts = [*"TUV"]
+    (row,) = token_sequences([first, second])
+    assert row.experts == [*"abcwxyz", ""]  # the last token was never fed
+    assert row.model_dump(mode="json")["experts"] == row.experts
+    assert TokenSequence.model_validate_json(row.model_dump_json()).experts == row.experts
+    (row,) = token_sequences([first, second], lambda call: call.index == 1)  # the other is context
+    assert row.experts == [*"tuvwxyz", ""]
+    assert [row.experts for row in token_sequences([first, other])] == [["a", "b", "c", ""], ["T", "U", "V", ""]]
+    (row,) = token_sequences([make_call(0, [1], [2])])
+    assert row.experts == [] and "experts" not in row.model_dump()
+
+
 def test_an_episode_is_truncated_where_its_last_answer_was_cut(make_call):
     def truncated(*calls, is_target=lambda call: True):
         rows = token_sequences(list(calls), is_target)

@@ -9,7 +9,8 @@ import pytest
 
 from jaxft.core.checks import check_batch
 from jaxft.core.packing import Branches
-from jaxft.rollout.calls import encode_support
+from jaxft.models.config import ExpertTable
+from jaxft.rollout.calls import encode_experts, encode_support
 from jaxft.training.batch import RECORDED, BatchPlanner, Row, divide, make_batch, select_sequences
 
 
@@ -166,6 +167,51 @@ def test_supports_go_where_their_tokens_go(make_sequence, packed):
         assert counts == {5: 0, 6: 0, 7: 0} | lengths
     plain = make_batch(rows, planner)
     assert plain.supports is None and all(each.supports is None for each in plain.microbatches())
+
+
+ROUTING = ExpertTable(layers=2, chosen=2, experts=4)
+
+
+def with_experts(row):
+    """A row whose experts tell its tokens: 1 + the token modulo 4 first; the last token has none."""
+    tokens = np.array(row.sequence.tokens[:-1])[:, None, None]
+    experts = (1 + (tokens + np.array([[0, 1], [2, 3]])) % 4).astype(np.uint8)
+    return row._replace(sequence=row.sequence.model_copy(update={"experts": [*encode_experts(experts), ""]}))
+
+
+@pytest.mark.parametrize("options", [{}, {"packed": True}, {"packed": True, "shared_tokens": 8192}])
+def test_experts_go_where_their_tokens_go(make_sequence, options):
+    is_shared = "shared_tokens" in options
+    rows = group(make_sequence, 1200, [300] * 8) if is_shared else [Row(make_sequence(n), n) for n in range(5)]
+    rows[1:] = map(with_experts, rows[1:])
+    planner = BatchPlanner(16384 if is_shared else 32, **options)
+    job = make_batch(rows, planner, routing=ROUTING)
+    assert (job.packing.branches is not None) == is_shared
+    for part in (job, select_sequences(job, np.array([0, 2, 3]), planner)):
+        check_batch(part.batch._replace(advantages=part.batch.temperatures))
+        for each in part.microbatches():
+            is_known = each.experts.any(axis=(2, 3))
+            wanted = 1 + (np.asarray(each.tokens)[:, :, None, None] + np.array([[0, 1], [2, 3]])) % 4
+            np.testing.assert_array_equal(np.asarray(each.experts)[is_known], wanted[is_known])
+        assert is_known.any() and part.batch.experts.dtype == np.uint8
+    assert make_batch(rows, planner).batch.experts is None
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        ([[[1, 2]]], "token 1 .*2 bytes, wanted 4.* 2 layers with 2 of 4 experts.*routing_replay: false"),
+        ([[[1, 2], [3, 5]]], "token 1 .*expert 5"),
+        ([[[1, 2], [3, 0]]], "token 1 .*expert 3"),
+    ],
+)
+def test_experts_of_another_model_are_refused(make_sequence, experts, message):
+    (text,) = encode_experts(np.array(experts, np.uint8))
+    row = Row(make_sequence(experts=["", text, *[""] * 4]), 0)
+    with pytest.raises(ValueError, match=message):
+        make_batch([row], BatchPlanner(32), routing=ROUTING)
+    logged = Row(make_sequence(experts=["", text, *[""] * 4], is_logged=True), 0)
+    assert not make_batch([logged], BatchPlanner(32), routing=ROUTING).batch.experts.any()
 
 
 def test_minibatches_take_every_trajectory_once_in_an_iteration(make_sequence):
