@@ -9,6 +9,7 @@ is read (`hlo.py`): ten seconds for a GPU, a minute or two for a TPU. All figure
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from jax.sharding import AbstractMesh
 from decode_step import CompiledStep, compile_step
 from hlo import Program
 from jaxft.components.programs import PlannedRun, Programs, mesh_shape, planned_run
-from jaxft.core.sharding import AXES
 from jaxft.errors import ConfigError
 from jaxft.harness.config import load_config
 from jaxft.planning import compiler
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def gradient_kernel_flops(run: PlannedRun, target: Target) -> int:
     """Return the operations of attention's kernels in a gradient on each chip, which HLO does not have."""
     sizes = mesh_shape(run.policy.mesh, target.chips)
-    programs = Programs(run, AbstractMesh(sizes, AXES), target.device)
+    programs = Programs(run, AbstractMesh(tuple(sizes.values()), tuple(sizes)), target.device)
     if programs.kernel().kernel == "xla":
         return 0
     rows, width = programs.rows_and_width()
-    return kernel_flops(run.model, rows, width, run.remat) // (sizes[0] * sizes[1] * sizes[2])
+    return kernel_flops(run.model, rows, width, run.remat) // math.prod(sizes.values())
 
 
 def lines(name: str, found: CompiledStep, target: Target, of_kernels: int) -> Iterator[str]:

@@ -5,15 +5,20 @@
     python benchmarks/cost.py --program head --target v5e-8 --rows 4      # 8,192 tokens on a TPU
     python benchmarks/cost.py --program gradient --rows 1 --prompt 1536 --answers 8 --width 5632 --layers 4
     python benchmarks/cost.py --program prefill_8192 --layers 4 --width 512
+    python benchmarks/cost.py --program gradient --model qwen3-30b-a3b --layers 2 --target h200x1
+    python benchmarks/cost.py --program decode --slots 8 --model qwen3-30b-a3b --layers 2 --target v5p-8
 
 A launch takes max(bytes / bandwidth, operations / arithmetic), by rates that programs were seen to reach, and 1.5 us on
 GPUs. On an H100 that gives 202 ms for the gradient of Qwen3-0.6B that took 225: what moves memory takes 1.29 times as
 long, and the calibrated time has that factor. With fewer layers than the model has, a last line has those of the scope
-`layers` as often as there are layers; the optimizer step is counted by its parameters. Nothing is run: this process
-has the compilers of `scripts/make_compilers.sh`, in whose environment it begins anew.
+`layers` as often as there are layers; the optimizer step is counted by its parameters. Products of experts count with
+the rows of all blocks that they can need, and with the weights of as many experts as there are rows; the last line of
+a mixture divides the operations of a gradient, or the bytes of decoding, by those that are needed. Nothing is run:
+this process has the compilers of `scripts/make_compilers.sh`, in whose environment it begins anew.
 """
 
 import argparse
+import math
 import os
 import re
 import sys
@@ -36,7 +41,7 @@ from jaxft.components.programs import PlannedRun
 from jaxft.core.packing import Branches
 from jaxft.core.sharding import make_mesh
 from jaxft.core.update import loss_and_gradients
-from jaxft.models.ceilings import attention_flops, tokens_seen
+from jaxft.models.ceilings import attention_flops, matmul_weights, model_flops, tokens_seen
 from jaxft.models.config import DecoderConfig, model_preset
 from jaxft.models.decoder import decoder, parameter_shapes
 from jaxft.models.decoder_sharding import sharding_for
@@ -63,11 +68,15 @@ REACHED = {
     "h200": Reached(4.1e12, 720e12, 480e12, 1.5e-6),
     "v5e": Reached(0.75e12, 180e12, 80e12, 0.0),
     "v6e": Reached(1.4e12, 780e12, 300e12, 0.0),
+    "v5p": Reached(2.5e12, 420e12, 185e12, 0.0),
 }
 """Rates of an H100 were measured; those of other chips follow from the makers' figures, in proportion."""
 
 MOVES_CALIBRATED = 1.29
 """Time of launches that only move memory, on an H100, over their time by the model."""
+
+EXPERTS_BLOCKS = {"grouped_dot": 128, "grouped_outer": 64, "gmm": 128, "tgmm": 128}
+"""Most rows of a block in kernels of experts, by their names."""
 
 ATTENTION = re.compile(r"^(?!.*preprocess).*(fmha|mha|attention|splash|paged)")  # what comes before it has no products
 BACKWARD = {"dkv": 2.0, "dq": 1.5, "backward": 2.5, "bwd": 2.5}
@@ -117,9 +126,42 @@ def costs(
             moved -= sum(size for size in accesses if 0 < pool_bytes <= 2 * size)
             backward = next((share for word, share in BACKWARD.items() if word in said), 1.0)
             kind, flops, arithmetic = "attention", of_attention * backward, reached.attention
+        elif launch.label in EXPERTS_BLOCKS and launch.instruction is not None:
+            (flops, moved), kind = expert_work(launch), "product"
         seconds = max(moved / reached.bandwidth, flops / arithmetic) + reached.launch
         found.append(Cost(launch, place, kind, seconds, moved, flops, 1).scaled(launch.times))
     return found
+
+
+def expert_work(launch: Launch) -> tuple[float, int]:
+    """Return operations and bytes of a kernel of experts: all blocks that rows may need, weights of experts with rows.
+
+    An expert with a last block that is not full has half a block too many on average; here each has a whole one.
+    """
+    assert launch.instruction is not None
+    arrays = [*launch.instruction.operand_arrays, *launch.arrays]
+    experts, *sides = next(array.shape for array in arrays if len(array.shape) == 3)
+    rows = max(array.shape[0] for array in arrays if len(array.shape) == 2)
+    block = min(EXPERTS_BLOCKS[launch.label], max(16, 1 << (rows // experts).bit_length()))
+    is_read = len(launch.arrays[0].shape) == 2
+    unread = max(0, experts - rows) * math.prod(sides) * 2 if is_read else 0
+    return 2.0 * math.prod(sides) * (rows + experts * block), launch.bytes - unread
+
+
+def needed_text(found: Sequence[Cost], whole: DecoderConfig, parsed: argparse.Namespace) -> str:
+    """Return the operations of the gradient of a mixture over those needed, or the bytes of decoding, as text."""
+    spent = [sum(column) for column in zip(*(cost[4:6] for cost in found), strict=True)]
+    if parsed.program == "gradient":
+        needed = model_flops(whole, parsed.rows, parsed.width)
+        return f"operations {spent[1] / 1e12:.1f} T, needed {needed / 1e12:.1f} T: {spent[1] / needed:.3f}"
+    hit = min(whole.num_experts, parsed.slots * whole.num_experts_per_tok)
+    steps = sum(cost.times for cost in found if cost.launch.label in EXPERTS_BLOCKS) / 3 / whole.num_layers
+    every = replace(whole, num_experts_per_tok=hit)
+    read_bytes = 2 * matmul_weights(every) * steps
+    return (
+        f"bytes of a token {spent[0] / steps / 1e9:.2f} GB, weights of {hit} experts a layer and all others "
+        f"{read_bytes / steps / 1e9:.2f} GB: {spent[0] / read_bytes:.3f}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -267,6 +309,8 @@ def report(found: Sequence[Cost], whole: DecoderConfig, parsed: argparse.Namespa
         factors = {"layers": whole.num_layers / parsed.layers, "step": parameter_count(whole) / parameter_count(part)}
         found = [cost.scaled(factors.get(cost.place, 1.0)) for cost in found]
         print(f"{f'{whole.num_layers} layers':<19} {figures(found)}; {times_text(found)}")
+    if whole.num_experts and parsed.program in ("gradient", "decode"):
+        print(needed_text(found, whole, parsed))
     kinds = defaultdict(list)
     for cost in found:
         origin = re.sub(r".*?(/while/body|jit\(\w+\))/?", "", cost.launch.op_name)[-80:]

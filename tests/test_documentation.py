@@ -319,7 +319,7 @@ def test_the_first_program_is_the_same_everywhere():
 
 def test_the_table_of_presets_has_their_sizes():
     text = (ROOT / "docs" / "models.md").read_text()
-    rows = re.findall(r"^\| `(qwen3-[\w.]+)` \| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(qwen3-[\w.-]+)` \| ([\d,]+) \| (\d+) \| ([\d,]+) \| ([\d,]+) \|$", text, re.MULTILINE)
     assert [name for name, *_ in rows] == list(PRESETS)
     for name, *figures in rows:
         config = PRESETS[name]

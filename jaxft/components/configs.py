@@ -31,6 +31,7 @@ class MeshConfig(ConfigModel):
     tensor: int = Field(
         default=1, description="Devices that split heads and feed-forward width; -1: all that are left."
     )
+    expert: int = Field(default=1, ge=1, description="Devices that split rows, and the experts of a mixture.")
 
 
 class LoraConfig(ConfigModel):

@@ -12,7 +12,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, LoraConfig, MeshConfig
 from jaxft.core.partition import BASE
-from jaxft.core.sharding import AXES, Sharding, compute_devices, compute_platform, connect, make_mesh, spans_processes
+from jaxft.core.sharding import (
+    Sharding,
+    compute_devices,
+    compute_platform,
+    connect,
+    make_mesh,
+    mesh_axes,
+    spans_processes,
+)
 from jaxft.core.types import Params
 from jaxft.errors import ComponentError, ConfigError, HostsError, one_line
 from jaxft.files import home_path
@@ -295,7 +303,7 @@ def make_device_mesh(config: MeshConfig) -> Mesh:
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    return make_mesh(config.data, config.fsdp, config.tensor)
+    return make_mesh(config.data, config.fsdp, config.tensor, expert=config.expert)
 
 
 def make_meshes(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
@@ -327,7 +335,7 @@ def make_meshes(config: LocalPolicyConfig) -> tuple[Mesh | None, Mesh | None]:
             f"mesh has {max(count, 0)} of {len(devices)} devices; wanted at least one for it, and one for sampler_mesh"
         )
     split = (trains, devices[:count]), (samples, devices[count:])
-    mesh, sampler_mesh = (make_mesh(each.data, each.fsdp, each.tensor, own) for each, own in split)
+    mesh, sampler_mesh = (make_mesh(each.data, each.fsdp, each.tensor, own, each.expert) for each, own in split)
     return None if config.mesh is None else mesh, sampler_mesh
 
 
@@ -349,7 +357,7 @@ def num_devices(config: MeshConfig) -> int | None:
     >>> num_devices(MeshConfig(data=2, tensor=4)), num_devices(MeshConfig())
     (8, None)
     """
-    sizes = config.data, config.fsdp, config.tensor
+    sizes = config.data, config.fsdp, config.tensor, config.expert
     return None if -1 in sizes else math.prod(sizes)
 
 
@@ -379,7 +387,8 @@ def sharding_table(config: LocalPolicyConfig) -> str | None:
         return None
     shape = read_decoder_config(config)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor
-    mesh = make_meshes(config)[0] if min(sizes) < 1 else AbstractMesh(sizes, AXES)
+    axes = mesh_axes(sizes, config.mesh.expert)
+    mesh = make_meshes(config)[0] if min(sizes) < 1 else AbstractMesh(tuple(axes.values()), tuple(axes))
     assert mesh is not None
     params = stored_shapes(shape, lora_spec(lora_option(config.lora)), config, compute_platform(Sharding(mesh)))
     return parameters_table(params, sharding_for(shape, mesh))

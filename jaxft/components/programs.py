@@ -23,7 +23,7 @@ from jaxft.components.local_policy import (
 )
 from jaxft.components.training_job import make_learner
 from jaxft.core.partition import trainable
-from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_sizes
+from jaxft.core.sharding import Sharding, device_bytes, make_mesh, mesh_axes, mesh_sizes
 from jaxft.core.types import Model, Params
 from jaxft.errors import ConfigError
 from jaxft.harness.config import Config
@@ -128,22 +128,24 @@ def planned_run(config: Config) -> PlannedRun:
         raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 
 
-def mesh_shape(mesh: MeshConfig | None, devices: int) -> tuple[int, int, int]:
+def mesh_shape(mesh: MeshConfig | None, devices: int) -> dict[str, int]:
     """Return the sizes of the axes of a configured mesh on a number of devices; no mesh is one device.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
 
     >>> mesh_shape(MeshConfig(data=1, fsdp=-1), 8), mesh_shape(None, 8)
-    ((1, 8, 1), (1, 1, 1))
+    ({'data': 1, 'fsdp': 8, 'tensor': 1}, {'data': 1, 'fsdp': 1, 'tensor': 1})
     """
-    return (1, 1, 1) if mesh is None else mesh_sizes(mesh.data, mesh.fsdp, mesh.tensor, devices)
+    if mesh is None:
+        return mesh_axes((1, 1, 1), 1)
+    return mesh_axes(mesh_sizes(mesh.data, mesh.fsdp, mesh.tensor, devices, mesh.expert), mesh.expert)
 
 
 def mesh_of_devices(run: PlannedRun, devices: Sequence[Any]) -> Mesh:
     """Return the mesh of a run on these devices, of which it may leave some unused."""
     sizes = mesh_shape(run.policy.mesh, len(devices))
-    return make_mesh(*sizes, devices=list(devices)[: math.prod(sizes)])
+    return make_mesh(**sizes, devices=list(devices)[: math.prod(sizes.values())])
 
 
 class Programs:

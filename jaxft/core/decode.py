@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxft.core.cache import AdaptedTables, SharedTables
 from jaxft.core.sampling import Penalties, Sampled, SamplingParams, sample
-from jaxft.core.sharding import ROW_AXES, Sharding, compute_platform
+from jaxft.core.sharding import Sharding, compute_platform
 from jaxft.core.types import Cache, Model, Params
 
 GROUP_ROWS = 8
@@ -223,11 +223,11 @@ def _sample(
         return sample_rows(sharding.constrain_spread(logits), keys, params)
     if not is_divided:
         return sample_rows(sharding.constrain_spread(logits), keys, params, shards=shards)
-    of_rows = PartitionSpec(ROW_AXES)
+    of_rows = PartitionSpec(sharding.row_axes)
     return jax.shard_map(
         partial(sample_rows, axis="tensor"),
         mesh=sharding.mesh,
-        in_specs=(PartitionSpec(ROW_AXES, "tensor"), of_rows, of_rows),
+        in_specs=(PartitionSpec(sharding.row_axes, "tensor"), of_rows, of_rows),
         out_specs=of_rows,
         check_vma=False,
     )(logits, keys, params)

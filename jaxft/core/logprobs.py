@@ -16,7 +16,7 @@ from jaxft.core.checks import check_shapes, check_token_ids, vocabulary_size
 from jaxft.core.divergence import Teacher, divergence
 from jaxft.core.fused_head import fused_token_logprobs, takes_fused_head
 from jaxft.core.packing import Branches
-from jaxft.core.sharding import ROW_AXES, compute_platform
+from jaxft.core.sharding import compute_platform
 from jaxft.core.softmax import Statistics, logprobs_by, scaling_temperature, softmax_statistics
 from jaxft.core.types import Model, Params, RouterScores, Scored, same_params
 
@@ -334,7 +334,7 @@ def _score(
     length = tokens.shape[1]
     added = -length % sharding.mesh.shape["tensor"]
     rows = jax.tree.map(lambda x: jnp.pad(x, [(0, added if i == 1 else 0) for i in range(x.ndim)]), list(given))
-    scores = sharding.map_shards(compute, heads, rows, ROW_AXES, "tensor")
+    scores = sharding.map_shards(compute, heads, rows, sharding.row_axes, "tensor")
     return jax.tree.map(lambda x: x[:, :length], scores)
 
 

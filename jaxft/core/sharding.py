@@ -2,8 +2,9 @@
 
 A mesh has three axes. `data` shards rows and replicates parameters. `fsdp` shards rows and parameters, which are
 gathered where they are used (arXiv 1910.02054). `tensor` shards heads and the feed-forward's width, and replicates
-rows (arXiv 1909.08053). A `Sharding` maps paths of parameters to mesh axes by a short table; the compiler adds the
-communication.
+rows (arXiv 1909.08053). A fourth one, `expert`, shards rows, and the experts of a mixture (arXiv 2006.16668); a mesh
+has it where it is larger than 1. A `Sharding` maps paths of parameters to mesh axes by a short table; the compiler
+adds the communication.
 """
 
 import math
@@ -19,15 +20,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 AXES = ("data", "fsdp", "tensor")
+EXPERT = "expert"
 ROW_AXES = ("data", "fsdp")
-"""Mesh axes that the rows of a batch and of a cache are sharded over."""
+"""Mesh axes that the rows of a batch and of a cache are sharded over, and `expert` where a mesh has it."""
 
 Axes = tuple[str | None, ...]
 Rules = tuple[tuple[str, Axes], ...]
 """Pairs of a path pattern (`*` matches anything) and the mesh axes of the *last* dimensions; the first match counts."""
 
 
-def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(
+    data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None, expert: int = 1
+) -> Mesh:
     """Make a mesh of these devices, by default all; one size may be -1, which takes the remaining devices.
 
     All devices are those of all processes (`jax.distributed`), those of the first one first.
@@ -40,12 +44,23 @@ def make_mesh(data: int = -1, fsdp: int = 1, tensor: int = 1, devices: Sequence[
     """
     if devices is None:
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
-    sizes = mesh_sizes(data, fsdp, tensor, len(devices))
-    return Mesh(np.array(list(devices)).reshape(*sizes), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shape = mesh_axes(mesh_sizes(data, fsdp, tensor, len(devices), expert), expert)
+    types = (AxisType.Auto,) * len(shape)
+    return Mesh(np.array(list(devices)).reshape(*shape.values()), tuple(shape), axis_types=types)
 
 
-def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, int, int]:
-    """Return the sizes of the axes of a mesh of so many devices; one may be given as -1, for the remaining devices.
+def mesh_axes(sizes: tuple[int, int, int], expert: int) -> dict[str, int]:
+    """Return the axes of a mesh in their order, with their sizes.
+
+    >>> mesh_axes((1, 2, 4), 1), mesh_axes((1, 2, 4), 8)
+    ({'data': 1, 'fsdp': 2, 'tensor': 4}, {'data': 1, 'fsdp': 2, 'expert': 8, 'tensor': 4})
+    """
+    data, fsdp, tensor = sizes
+    return {"data": data, "fsdp": fsdp} | ({EXPERT: expert} if expert > 1 else {}) | {"tensor": tensor}
+
+
+def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int, expert: int = 1) -> tuple[int, int, int]:
+    """Return the sizes of `AXES` in a mesh of so many devices; one may be given as -1, for the remaining devices.
 
     Raises:
         ValueError: a size is neither positive nor -1, two are -1, or the sizes do not multiply to the devices.
@@ -54,12 +69,12 @@ def mesh_sizes(data: int, fsdp: int, tensor: int, devices: int) -> tuple[int, in
     (1, 4, 2)
     """
     sizes = dict(zip(AXES, (data, fsdp, tensor), strict=True))
-    given = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    given = " x ".join(f"{name} {size}" for name, size in mesh_axes((data, fsdp, tensor), expert).items())
     if any(size < 1 and size != -1 for size in sizes.values()) or list(sizes.values()).count(-1) > 1:
         raise ValueError(f"mesh is {given}; wanted sizes of at least 1, or -1 once, for all remaining devices")
-    known = math.prod(size for size in sizes.values() if size != -1)
+    known = expert * math.prod(size for size in sizes.values() if size != -1)
     full = [devices // known if size == -1 else size for size in sizes.values()]
-    if math.prod(full) != devices:
+    if expert * math.prod(full) != devices:
         raise ValueError(
             f"mesh is {given}, which does not multiply to {devices} devices: change a size, or set one to -1 "
             "for all remaining devices"
@@ -85,9 +100,14 @@ class Sharding:
         return self.mesh.size
 
     @property
+    def row_axes(self) -> tuple[str, ...]:
+        """Mesh axes that rows are sharded over."""
+        return (*ROW_AXES, EXPERT) if EXPERT in self.mesh.shape else ROW_AXES
+
+    @property
     def row_shards(self) -> int:
         """Number of shards of the rows."""
-        return math.prod(self.mesh.shape[name] for name in ROW_AXES)
+        return math.prod(self.mesh.shape[name] for name in self.row_axes)
 
     def gathered(self) -> "Sharding":
         """Return the sharding that parameters have where they are used: gathered along `fsdp`.
@@ -109,7 +129,8 @@ class Sharding:
         >>> sharding.axes("0/mu/layers/mlp/up/kernel"), sharding.axes("layers/mlp/up/bias")
         (('fsdp', 'tensor'), ())
         """
-        return next((axes for pattern, axes in self.rules if fnmatchcase(f"/{path}", f"*/{pattern}")), ())
+        found = next((axes for pattern, axes in self.rules if fnmatchcase(f"/{path}", f"*/{pattern}")), ())
+        return tuple(None if axis == EXPERT and axis not in self.mesh.shape else axis for axis in found)
 
     def spec(self, path: str, shape: Sequence[int]) -> PartitionSpec:
         """Return the partition spec of an array; a dimension that does not divide over its axis is replicated."""
@@ -156,19 +177,19 @@ class Sharding:
 
     def constrain_rows(self, tree: Any) -> Any:
         """Constrain arrays with rows on axis 0: each device has its own rows."""
-        return self.constrain_axes(tree, ROW_AXES)
+        return self.constrain_axes(tree, self.row_axes)
 
     def constrain_heads(self, tree: Any) -> Any:
         """Constrain activations `[rows, tokens, heads, ...]` or `[rows, tokens, width]`: rows and heads are divided."""
-        return self.constrain_axes(tree, ROW_AXES, None, "tensor")
+        return self.constrain_axes(tree, self.row_axes, None, "tensor")
 
     def constrain_logits(self, logits: Any) -> Any:
         """Constrain logits `[rows, vocabulary]`: rows and vocabulary are divided."""
-        return self.constrain_axes(logits, ROW_AXES, "tensor")
+        return self.constrain_axes(logits, self.row_axes, "tensor")
 
     def constrain_spread(self, x: Any) -> Any:
         """Shard the first axis over all devices if it divides over them, else over the row axes of the mesh."""
-        return self.constrain_axes(x, AXES if x.shape[0] % self.devices == 0 else ROW_AXES)
+        return self.constrain_axes(x, self.mesh.axis_names if x.shape[0] % self.devices == 0 else self.row_axes)
 
     def place_rows(self, tree: Any) -> Any:
         """Copy arrays with rows on axis 0 to the devices of their rows.
@@ -178,7 +199,7 @@ class Sharding:
         """
         for leaf in jax.tree.leaves(tree):
             self.check_rows(leaf.shape[0], "rows")
-        return _place_tree(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, ROW_AXES), tree))
+        return _place_tree(tree, jax.tree.map(lambda leaf: self.cut(leaf.shape, self.row_axes), tree))
 
     def page_spec(self, axis: int) -> PartitionSpec:
         """Return the partition of keys or values with pages on this axis, 0 or 1, and heads on the other of the two.
@@ -188,7 +209,8 @@ class Sharding:
         >>> print(*Sharding(make_mesh(devices=jax.devices()[:1])).page_spec(1))
         tensor ('data', 'fsdp')
         """
-        specs = (ROW_AXES, "tensor"), ("tensor", ROW_AXES), (None, None, ROW_AXES)
+        rows = self.row_axes
+        specs = (rows, "tensor"), ("tensor", rows), (None, None, rows)
         return PartitionSpec(*specs[axis])
 
     def page_shardings(self, axes: Any) -> Any:
@@ -209,7 +231,7 @@ class Sharding:
             rows: arrays with rows on axis 0, which divide over the row shards.
         """
         specs = jax.tree.map(self.page_spec, axes)
-        of_rows = (PartitionSpec(ROW_AXES),) * len(rows)
+        of_rows = (PartitionSpec(self.row_axes),) * len(rows)
         return jax.shard_map(function, mesh=self.mesh, in_specs=(specs, *of_rows), out_specs=specs, check_vma=False)(
             cache, *rows
         )
@@ -252,7 +274,7 @@ class Sharding:
             ValueError: they do not; `what` is the word for rows in the message.
         """
         if count % self.row_shards:
-            sizes = " x ".join(f"{name} {self.mesh.shape[name]}" for name in ROW_AXES)
+            sizes = " x ".join(f"{name} {self.mesh.shape[name]}" for name in self.row_axes)
             raise ValueError(
                 f"{count} {what} do not divide over the {self.row_shards} row shards of the mesh ({sizes}); wanted a "
                 f"multiple of {self.row_shards}"
@@ -369,7 +391,7 @@ def connect(mesh: Mesh) -> None:
     They would do so in the first program that sends along these axes. On CPUs a process then waits 30 seconds for one
     that still compiles, and gives up.
     """
-    axes = [axis for axis in AXES if mesh.shape[axis] > 1]
+    axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     groups = [group for count in range(1, len(axes) + 1) for group in combinations(axes, count)]
 
     def sums(x: Any) -> list[Any]:

@@ -62,6 +62,7 @@ class Context(NamedTuple):
     sharding: Sharding | None
     in_halves: bool  # for `invariant_sum`: sampling on a CPU
     places: Int[Array, "B"] | None = None  # of the adapters of the rows, where these have adapters of their own
+    is_real: Bool[Array, "B T"] | None = None  # False for padding; None if that is not known
 
 
 def make_context(
@@ -85,17 +86,20 @@ def make_context(
     if tables is not None:
         counts = (positions >= 0).sum(axis=1, dtype=jnp.int32)
         paged = PagedRows(jnp.asarray(tables, jnp.int32), jnp.maximum(positions[:, 0], 0), counts, shared)
-        return Context(angles, None, None, None, paged, sharding, in_halves=compute_platform(sharding) == "cpu")
+        in_halves = compute_platform(sharding) == "cpu"
+        return Context(angles, None, None, None, paged, sharding, in_halves, is_real=positions >= 0)
     mask = partial(make_row_mask, config, sharding, dtype)
     if branches is None or segment_ids is None:
         rows = mask(segment_ids, positions.shape, positions.shape[1])
-        return Context(angles, rows, None, None, None, sharding, in_halves=False)
-    is_real = (segment_ids > 0).astype(jnp.int32)  # of one sequence in each prefix with a branch, and padding
-    prefix, ids = is_real[:, : branches.prefix_tokens], with_prefix(is_real, branches)
+        is_real = None if segment_ids is None else segment_ids > 0
+        return Context(angles, rows, None, None, None, sharding, in_halves=False, is_real=is_real)
+    is_real = segment_ids > 0
+    own = is_real.astype(jnp.int32)  # one sequence in each prefix with a branch, and padding
+    prefix, ids = own[:, : branches.prefix_tokens], with_prefix(own, branches)
     most = 3  # spans of padding, tokens, padding
     rows = mask(prefix, prefix.shape, prefix.shape[1], most)
     branch_rows = mask(ids, ids.shape, ids.shape[1] - prefix.shape[1], most)
-    return Context(angles, rows, branch_rows, branches, None, sharding, in_halves=False)
+    return Context(angles, rows, branch_rows, branches, None, sharding, in_halves=False, is_real=is_real)
 
 
 def make_row_mask(
@@ -352,7 +356,7 @@ class Block(nnx.Module):
         x = add(x, normed(self.attention_output_norm, attended))
         inputs, routing = normed(self.post_attention_layernorm, x), None
         if isinstance(self.mlp, Mixture):
-            changed, routing = self.mlp(inputs, context.sharding, chosen)
+            changed, routing = self.mlp(inputs, context.sharding, chosen, context.is_real)
             if held is not None and recorded is not None and context.paged is not None:
                 written = write_experts(recorded, routing.experts, context.paged, context.sharding)
                 held = held._replace(experts=written)

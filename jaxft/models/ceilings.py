@@ -59,14 +59,21 @@ def find_chip(device_kind: str) -> Chip | None:
     return CHIPS[names[device_kind]] if device_kind in names else None
 
 
-def block_weights(config: DecoderConfig) -> int:
-    """Weights of one block's matrix products: `2 D H h + 2 D K h + 3 D F`.
+def block_weights(config: DecoderConfig, *, has_experts: bool = False) -> int:
+    """Weights of one block's matrix products: `2 D H h + 2 D K h + 3 D F`; of a mixture those that a token asks for.
 
     >>> from jaxft.models.config import model_preset
     >>> block_weights(model_preset("qwen3-58m"))  # 2 (512 512) + 2 (512 256) + 3 (512 1536)
     3145728
     """
-    return sum(inputs * outputs for inputs, outputs in projection_shapes(config).values())
+    shapes = projection_shapes(config)
+    own = shapes if not has_experts else {path: shapes[path] for path in shapes if not path.startswith("mlp")}
+    dense = sum(inputs * outputs for inputs, outputs in own.values())
+    if not has_experts:
+        return dense
+    wide = config.num_experts_per_tok * config.moe_intermediate_size
+    wide += config.num_shared_experts * (config.shared_expert_intermediate_size or config.moe_intermediate_size)
+    return dense + config.hidden_size * (3 * wide + config.num_experts + config.shared_expert_gate)
 
 
 def projection_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
@@ -100,13 +107,14 @@ def head_weights(config: DecoderConfig) -> int:
 
 
 def matmul_weights(config: DecoderConfig) -> int:
-    """Weights that a sampled token is multiplied with.
+    """Weights that a sampled token is multiplied with: of a mixture those of its experts.
 
     >>> from jaxft.models.config import model_preset
     >>> matmul_weights(model_preset("qwen3-58m"))  # 8 blocks and the head
     41549824
     """
-    return config.num_layers * block_weights(config) + head_weights(config)
+    blocks = sum(block_weights(config, has_experts=kind.has_experts) for kind in config.kinds)
+    return blocks + head_weights(config)
 
 
 def tokens_seen(layers: Sequence[LayerKind], first: int, last: int) -> int:

@@ -302,6 +302,16 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-0.6b": _qwen3(151936, 1024, 3072, 28, 16, 8, 128),
     "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
     "qwen3-8b": replace(_qwen3(151936, 4096, 12288, 36, 32, 8, 128), tie_word_embeddings=False),
+    "qwen3-30b-a3b": replace(
+        _qwen3(151936, 2048, 6144, 48, 32, 4, 128),
+        family="qwen3_moe",
+        tie_word_embeddings=False,
+        pattern=(LayerKind(has_experts=True),),
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
 }
 """Shapes by name, for `init_model`. Those with 262 tokens have the vocabulary of the embedded character tokenizer."""
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Integer
 from jaxft.core.cache import AdaptedTables, SharedTables
 from jaxft.core.packing import Branches
 from jaxft.core.partition import ADAPTER, BASE
-from jaxft.core.sharding import ROW_AXES, Sharding, by_rows, compute_platform, constrain, gather_params
+from jaxft.core.sharding import Sharding, by_rows, compute_platform, constrain, gather_params
 from jaxft.core.types import Model, Params, RouterScores
 from jaxft.models.block import Block, make_context
 from jaxft.models.config import DecoderConfig, LayerKind, LoraSpec, layers_with
@@ -289,7 +289,9 @@ def embed(net: Network, params: Params, tokens: Int[Array, "B T"], *, is_sampled
     if sharding is None or sharding.devices == 1 or is_sampled:
         x = look_up(net.gather(params)["embed"], tokens)
     else:  # The gradients of a token's occurrences are summed on each device before they are exchanged.
-        x = sharding.map_shards(lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], ROW_AXES)
+        x = sharding.map_shards(
+            lambda params, tokens: look_up(params["embed"], tokens), params, [tokens], sharding.row_axes
+        )
     scale = net.config.embedding_scale
     return by_rows(sharding, x if scale == 1 else x * jnp.asarray(scale, x.dtype))
 

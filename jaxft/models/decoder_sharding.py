@@ -6,7 +6,7 @@ import warnings
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxft.core.sharding import Rules, Sharding, path_text
+from jaxft.core.sharding import EXPERT, Rules, Sharding, path_text
 from jaxft.core.types import Params
 from jaxft.models.config import DecoderConfig
 from jaxft.models.decoder import parameter_shapes
@@ -16,8 +16,14 @@ DECODER_RULES: Rules = (
     ("lm_head", ("tensor", "fsdp")),  # [V D]
     ("router/kernel", ()),
     ("shared_expert_gate/kernel", ()),
-    ("experts/down_proj/kernel", ("tensor", "fsdp")),  # [E in out], stacked or of one layer
-    ("experts/*/kernel", ("fsdp", "tensor")),
+    ("experts/down_proj/kernel", ("expert", "tensor", "fsdp")),  # [E in out], stacked or of one layer
+    ("experts/*/kernel", ("expert", "fsdp", "tensor")),
+    ("experts/down_proj/bias", ("expert", None)),  # [E out]
+    ("experts/*/bias", ("expert", "tensor")),
+    ("experts/down_proj/lora_a", ("expert", "tensor", None)),  # [E in rank]
+    ("experts/down_proj/lora_b", ("expert", None, None)),
+    ("experts/*/lora_b", ("expert", None, "tensor")),
+    ("experts/*/lora_?", ("expert", None, None)),
     ("decoding_layers/*/qkv_proj/kernel*", ("tensor", "fsdp")),  # for decoding: [out in]
     ("decoding_layers/*/gate_up_proj/kernel*", ("tensor", "fsdp")),
     ("decoding_layers/*/kernel*", ("fsdp", "tensor")),
@@ -43,7 +49,7 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Sharding:
     """Return the sharding of a decoder on a mesh; a dimension that does not divide is replicated, with a warning.
 
     Raises:
-        ValueError: heads do not divide over `tensor`.
+        ValueError: heads do not divide over `tensor`, or experts over `expert`.
     """
     tensor = mesh.shape["tensor"]
     for name in ("num_heads", "num_kv_heads"):
@@ -53,6 +59,12 @@ def sharding_for(config: DecoderConfig, mesh: Mesh | AbstractMesh) -> Sharding:
                 f"{name} is {heads}, which does not divide over the {tensor} devices of mesh axis 'tensor'; wanted a "
                 f"divisor of {heads} there"
             )
+    experts, shards = config.num_experts, mesh.shape.get(EXPERT, 1)
+    if shards > 1 and (not experts or experts % shards):
+        raise ValueError(
+            f"num_experts is {experts}, which does not divide over the {shards} devices of mesh axis 'expert'; wanted "
+            + (f"a divisor of {experts} there" if experts else "1 there, as this model is no mixture of experts")
+        )
     sharding = Sharding(mesh, DECODER_RULES)
     lines = sharding.uneven(parameter_shapes(config))
     if lines:

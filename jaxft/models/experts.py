@@ -5,18 +5,19 @@ Letters: `n` tokens, `m` rows, one for each expert of each token, `E` experts, `
 `F` output width, `r` rank of an adapter.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxft.core.sharding import Sharding
-from jaxft.core.types import RouterScores
+from jaxft.core.sharding import EXPERT, Sharding, compute_devices, path_text
+from jaxft.core.types import Params, RouterScores
 from jaxft.models.config import EXPERTS, SHARED_EXPERT, DecoderConfig, LoraSpec
-from jaxft.models.grouped import grouped_dot
+from jaxft.models.grouped import Products, choose_products, grouped_dot
 from jaxft.models.layers import ACTIVATIONS, WIDENED, FeedForward, project_to_vocabulary
 from jaxft.models.lora import joined_adapter
 
@@ -76,21 +77,24 @@ def route(
     return chosen, weights * config.routed_scaling_factor
 
 
-@jax.custom_vjp
-def permute(rows: Float[Array, "m D"], order: Int[Array, " m"], inverse: Int[Array, " m"]) -> Float[Array, "m D"]:
-    """Return `rows[order]`; the gradient is taken by the inverse order, and not summed by a scatter."""
-    return rows[order]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def take_rows(
+    x: Float[Array, "n D"], order: Int[Array, " m"], inverse: Int[Array, " m"], copies: int
+) -> Float[Array, "m D"]:
+    """Return so many copies of each row, in this order; the gradient is taken by the inverse one, not by a scatter."""
+    return x[order // copies]
 
 
-def _permute_forward(rows: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
-    return rows[order], inverse
+def _take_forward(x: Array, order: Array, inverse: Array, copies: int) -> tuple[Array, Array]:
+    return take_rows(x, order, inverse, copies), inverse
 
 
-def _permute_backward(inverse: Array, cotangent: Array) -> tuple[Array, None, None]:
-    return cotangent[inverse], None, None
+def _take_backward(copies: int, inverse: Array, cotangent: Array) -> tuple[Array, None, None]:
+    of_copies = cotangent[inverse].reshape(-1, copies, cotangent.shape[-1])
+    return of_copies.sum(axis=1, dtype=jnp.float32).astype(cotangent.dtype), None, None
 
 
-permute.defvjp(_permute_forward, _permute_backward)
+take_rows.defvjp(_take_forward, _take_backward)
 
 
 class Groups(NamedTuple):
@@ -98,6 +102,7 @@ class Groups(NamedTuple):
 
     experts: Int[Array, " m"]
     sizes: Int[Array, " E"]
+    products: Products
 
 
 class ExpertLinear(nnx.Module):
@@ -114,10 +119,13 @@ class ExpertLinear(nnx.Module):
         self.lora_scale = 0.0 if lora is None else lora.scale
 
     def __call__(self, rows: Float[Array, "m D"], groups: Groups) -> Float[Array, "m F"]:
-        y = grouped_dot(rows, self.kernel[...], groups.sizes)
+        def multiply(rows: Array, weights: Array) -> Array:
+            return grouped_dot(rows, weights, groups.sizes, groups.products)
+
+        y = multiply(rows, self.kernel[...])
         if self.lora_a is not None and self.lora_b is not None:
             a, b = (matrix[...].astype(rows.dtype) for matrix in (self.lora_a, self.lora_b))
-            y = y + self.lora_scale * grouped_dot(grouped_dot(rows, a, groups.sizes), b, groups.sizes)
+            y = y + self.lora_scale * multiply(multiply(rows, a), b)
         return y if self.bias is None else y + self.bias[...][groups.experts]
 
 
@@ -141,6 +149,83 @@ class ExpertProjections(nnx.Module):
             return self.down_proj(self.activate(gate) * up, groups)
         gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         return self.down_proj(gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1), groups)
+
+
+def sum_experts(
+    held: ExpertProjections,
+    first: int | Array,
+    products: Products,
+    x: Float[Array, "B T D"],
+    chosen: Int[Array, "B T k"],
+    weights: Float[Array, "B T k"],
+) -> Float[Array, "B T D"]:
+    """Return the sum of the outputs of each token's experts, times their weights, of those that are held.
+
+    Args:
+        held: consecutive experts.
+        first: number of the first of them.
+        products: form of the products.
+        x: tokens.
+        chosen: experts of each token; those that are not held, such as -1, cost no products.
+        weights: weights of the outputs.
+    """
+    count, copies = held.up_proj.kernel.shape[0], chosen.shape[-1]
+    owners = chosen.reshape(-1) - first
+    is_held = (owners >= 0) & (owners < count)
+    owners = jnp.where(is_held, owners, count)
+    order = jnp.argsort(owners)
+    inverse = jnp.argsort(order)
+    sizes = (owners[:, None] == jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
+    groups = Groups(jnp.minimum(owners[order], count - 1), sizes, products)
+    rows = take_rows(x.reshape(-1, x.shape[-1]), order, inverse, copies)
+    outputs = take_rows(held(rows, groups), inverse, order, 1).reshape(*chosen.shape, -1)  # [B T k D]
+    weights = jnp.where(is_held.reshape(chosen.shape), weights, 0.0)
+    return (outputs * weights[..., None]).sum(axis=2).astype(x.dtype)
+
+
+def mix_experts(
+    experts: ExpertProjections,
+    sharding: Sharding | None,
+    x: Float[Array, "B T D"],
+    chosen: Int[Array, "B T k"],
+    weights: Float[Array, "B T k"],
+) -> Float[Array, "B T D"]:
+    """Return `sum_experts` of all experts; on a mesh each device computes with those that it holds.
+
+    Along `expert` devices gather each other's tokens and scatter the sums. For N devices and k experts a token that
+    sends N - 1 copies of a token, and sending it to each of its experts k (N - 1) / N: more as long as N < k, of sizes
+    that only the devices know.
+    """
+    products = choose_products(compute_devices(sharding)[0], x.dtype)
+    if sharding is None:
+        return sum_experts(experts, 0, products, x, chosen, weights)
+    (graph, state), used, has_axis = nnx.split(experts), sharding.gathered(), EXPERT in sharding.mesh.shape
+    params, rows = nnx.to_pure_dict(state), sharding.cut(x.shape, sharding.row_axes).spec
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: used.spec(f"experts/{path_text(path)}", leaf.shape), params
+    )
+    tensor = sharding.mesh.shape["tensor"] if "tensor" in specs["up_proj"]["kernel"] else 1
+    is_divided = has_axis and rows[0] is not None
+
+    def compute(params: Params, *tokens: Array) -> Array:
+        if "bias" in params["down_proj"]:  # which each device along `tensor` adds
+            params["down_proj"]["bias"] = params["down_proj"]["bias"] / tensor
+        nnx.replace_by_pure_dict(state, params)
+        held, first = nnx.merge(graph, state), 0
+        if has_axis:
+            first = jax.lax.axis_index(EXPERT) * params["up_proj"]["kernel"].shape[0]
+        if is_divided:
+            tokens = tuple(jax.lax.all_gather(each, EXPERT, axis=0, tiled=True) for each in tokens)
+        y = sum_experts(held, first, products, *tokens)
+        y = jax.lax.psum(y, "tensor") if tensor > 1 else y
+        if is_divided:
+            return jax.lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True)
+        return jax.lax.psum(y, EXPERT) if has_axis else y
+
+    shards = jax.shard_map(
+        compute, mesh=sharding.mesh, in_specs=(specs, rows, rows, rows), out_specs=rows, check_vma=False
+    )
+    return shards(params, x, chosen, weights)
 
 
 class Router(nnx.Module):
@@ -171,25 +256,25 @@ class Mixture(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x: Float[Array, "B T D"], sharding: Sharding | None, chosen: Integer[Array, "B T k"] | None
+        self,
+        x: Float[Array, "B T D"],
+        sharding: Sharding | None,
+        chosen: Integer[Array, "B T k"] | None,
+        is_real: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Routing]:
-        """Return the layer's output and its routing, which is `chosen` if that is given."""
-        config, flat = self.config, x.reshape(-1, x.shape[-1])
+        """Return the layer's output and its routing, which is `chosen` if that is given; padding has no experts."""
+        config, shape, flat = self.config, x.shape[:2], x.reshape(-1, x.shape[-1])
         logits, bias = self.router(flat), self.selection_bias
         own, weights = route(logits, config, selection_bias=None if bias is None else bias[...])
         experts = own
         if chosen is not None:
             given = chosen.reshape(own.shape).astype(jnp.int32) - 1
             experts, weights = route(logits, config, jnp.where(given < 0, own, given))
-        owners = experts.reshape(-1)
-        order = jnp.argsort(owners)
-        inverse = jnp.argsort(order)
-        groups = Groups(owners[order], jnp.bincount(owners, length=config.num_experts))
-        rows = permute(jnp.repeat(flat, experts.shape[-1], axis=0), order, inverse)
-        outputs = permute(self.experts(rows, groups), inverse, order).reshape(*experts.shape, -1)  # [n k D]
-        y = (outputs * weights[..., None]).sum(axis=1).astype(x.dtype).reshape(x.shape)
+        experts, weights = experts.reshape(*shape, -1), weights.reshape(*shape, -1)
+        asked = experts if is_real is None else jnp.where(is_real[..., None], experts, -1)
+        y = mix_experts(self.experts, sharding, x, asked, weights)
         if self.shared_expert is not None:
             shared = self.shared_expert(x, sharding)
             gate = None if self.shared_expert_gate is None else jax.nn.sigmoid(self.shared_expert_gate(x))
             y = y + (shared if gate is None else (shared * gate).astype(x.dtype))
-        return y, Routing(*(each.reshape(*x.shape[:2], -1) for each in (logits, experts, own)))
+        return y, Routing(*(each.reshape(*shape, -1) for each in (logits, experts, own)))

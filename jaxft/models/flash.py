@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxft.core.sharding import ROW_AXES, Sharding, compute_devices
+from jaxft.core.sharding import Sharding, compute_devices
 from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig
 
@@ -251,7 +251,7 @@ def row_attention(
     if sharding is None:
         return compute(segments, q, k, v)
     # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.
-    spec = sharding.cut(k.shape, ROW_AXES, None, "tensor").spec
+    spec = sharding.cut(k.shape, sharding.row_axes, None, "tensor").spec
     return jax.shard_map(
         compute,
         mesh=sharding.mesh,

@@ -5,12 +5,19 @@ experts with rows.
 Letters: `n` rows, `E` experts, `d` input width, `f` output width, `b` blocks.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+import logging
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.backend import backends
 from jaxtyping import Array, Float, Int
+
+from jaxft.models.flash import AMPERE, compute_capability
+
+logger = logging.getLogger(__name__)
 
 BLOCK_ROWS = {"cpu": (8, 32), "gpu": (16, 128)}
 """Fewest and most rows of a block, by platform; tensor cores multiply 16 at a time."""
@@ -19,9 +26,53 @@ TPU_BLOCK_ROWS = 128
 """Most rows of a tile on TPUs."""
 
 
+Products = Literal["cpu", "gpu", "tpu"]
+"""Form of the products: a loop, which runs anywhere, Triton kernels, or the kernels of megablox."""
+
+LARGEST_DIFFERENCE = 0.02
+"""Bound of `_difference`; one row of another expert is far above it, and rounding to bfloat16 below."""
+
+
+def choose_products(device: Any, dtype: Any) -> Products:
+    """Return the form of the products on a device: its kernels if their values are those of the loop there.
+
+    They are compared once in a process. GPUs that are not NVIDIA's, and those before Ampere, take the loop.
+    """
+    platform = device.platform
+    if platform == "cpu" or (platform == "gpu" and compute_capability(device) < AMPERE):
+        return "cpu"
+    is_here = any(device.client is each for each in backends().values())  # and not described, to compile for
+    difference = _difference(device, jnp.dtype(dtype)) if is_here else 0.0
+    if difference <= LARGEST_DIFFERENCE:
+        return "tpu" if platform == "tpu" else "gpu"
+    logger.warning(
+        "products of experts are computed in a slow loop: those of the kernels differ by %.2g of their size on %s, "
+        "with jax %s",
+        *(difference, device.device_kind, jax.__version__),
+    )
+    return "cpu"
+
+
+@cache
+def _difference(device: Any, dtype: Any) -> float:
+    """Return the largest difference of a value or gradient by kernels to that by the loop, relative to the largest."""
+    draw, sizes = np.random.default_rng(0), np.array([40, 0, 170, 1])
+    arrays = [draw.normal(size=shape).astype(dtype) for shape in ((230, 128), (4, 128, 256), (230, 256))]
+
+    def gradients(products: Products, rows: Array, weights: Array, cotangent: Array) -> tuple[Array, ...]:
+        made, pull = jax.vjp(lambda *given: grouped_dot(*given, jnp.asarray(sizes), products), rows, weights)
+        return made, *pull(cotangent)
+
+    with jax.ensure_compile_time_eval(), jax.default_device(device):
+        forms: tuple[Products, ...] = ("cpu", device.platform)
+        exact, found = (jax.device_get(jax.jit(partial(gradients, form))(*arrays)) for form in forms)
+    pairs = [(x.astype(np.float32), y.astype(np.float32)) for x, y in zip(exact, found, strict=True)]
+    return float(max(np.abs(x - y).max() / np.abs(x).max() for x, y in pairs))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_dot(
-    rows: Float[Array, "n d"], weights: Float[Array, "E d f"], sizes: Int[Array, " E"], platform: str = "cpu"
+    rows: Float[Array, "n d"], weights: Float[Array, "E d f"], sizes: Int[Array, " E"], products: Products = "cpu"
 ) -> Float[Array, "n f"]:
     """Return the product of each row with the weights of its expert, summed in float32.
 
@@ -32,35 +83,35 @@ def grouped_dot(
         rows: rows in the order of their experts.
         weights: weights of each expert.
         sizes: rows of each expert.
-        platform: platform of the devices that compute: cpu, gpu or tpu.
+        products: form of the products, which `choose_products` chooses.
 
     >>> jax.jit(grouped_dot)(jnp.array([[1.0]] * 3), jnp.array([[[2.0]], [[5.0]]]), jnp.array([1, 2])).tolist()
     [[2.0], [5.0], [5.0]]
     """
-    return _multiply(rows, weights, sizes, platform, is_transposed=False)
+    return _multiply(rows, weights, sizes, products, is_transposed=False)
 
 
-def _forward(rows: Array, weights: Array, sizes: Array, platform: str) -> tuple[Array, Any]:
-    return grouped_dot(rows, weights, sizes, platform), (rows, weights, sizes)
+def _forward(rows: Array, weights: Array, sizes: Array, products: Products) -> tuple[Array, Any]:
+    return grouped_dot(rows, weights, sizes, products), (rows, weights, sizes)
 
 
-def _backward(platform: str, saved: Any, cotangent: Array) -> tuple[Array, Array, None]:
+def _backward(products: Products, saved: Any, cotangent: Array) -> tuple[Array, Array, None]:
     rows, weights, sizes = saved
-    of_rows = _multiply(cotangent, weights, sizes, platform, is_transposed=True)
-    return of_rows, _sum_outer(rows, cotangent, sizes, platform, weights.dtype), None
+    of_rows = _multiply(cotangent, weights, sizes, products, is_transposed=True)
+    return of_rows, _sum_outer(rows, cotangent, sizes, products, weights.dtype), None
 
 
 grouped_dot.defvjp(_forward, _backward)
 
 
-def _multiply(rows: Array, weights: Array, sizes: Array, platform: str, *, is_transposed: bool) -> Array:
+def _multiply(rows: Array, weights: Array, sizes: Array, products: Products, *, is_transposed: bool) -> Array:
     """Return the product of each row with the weights of its expert, or with their transpose; 0 beyond the sizes."""
-    if platform == "gpu":
+    if products == "gpu":
         from jaxft.models.grouped_kernels import multiply_gpu  # here, as importing Pallas takes half a second
 
-        block = _block(sizes, rows, platform)
+        block = _block(sizes, rows, products)
         made = multiply_gpu(rows, weights, row_blocks(sizes, len(rows), block), block, is_transposed=is_transposed)
-    elif platform == "tpu":
+    elif products == "tpu":
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # as above
 
         padded, tiles = _tpu_tiles(rows, (rows.shape[1], weights.shape[1 if is_transposed else 2]), 2**22)
@@ -70,13 +121,13 @@ def _multiply(rows: Array, weights: Array, sizes: Array, platform: str, *, is_tr
     return jnp.where(jnp.arange(len(rows))[:, None] < sizes.sum(), made, 0)
 
 
-def _sum_outer(rows: Array, others: Array, sizes: Array, platform: str, dtype: Any) -> Float[Array, "E d f"]:
+def _sum_outer(rows: Array, others: Array, sizes: Array, products: Products, dtype: Any) -> Float[Array, "E d f"]:
     """Return the sum of the outer products of the rows of each expert, summed in float32."""
-    if platform == "gpu":
+    if products == "gpu":
         from jaxft.models.grouped_kernels import sum_outer_gpu  # as above
 
         return sum_outer_gpu(rows, others, sizes, dtype)
-    if platform == "tpu":
+    if products == "tpu":
         from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm  # as above
 
         padded, tiles = _tpu_tiles(rows, (rows.shape[1], others.shape[1]), 2**20)
@@ -126,9 +177,9 @@ def _contract(a: Array, b: Array, axes: tuple[int, int]) -> Array:
     return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _block(sizes: Array, rows: Array, platform: str) -> int:
+def _block(sizes: Array, rows: Array, products: Products) -> int:
     """Return the rows of a block: about the mean of an expert, to the next power of two."""
-    least, most = BLOCK_ROWS[platform]
+    least, most = BLOCK_ROWS[products]
     return min(max(1 << (len(rows) // len(sizes)).bit_length(), least), most)
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxft.core.cache import PAGE_TOKENS, SharedPages
 from jaxft.core.reductions import invariant_sum, rounded_exp
-from jaxft.core.sharding import ROW_AXES, Sharding, compute_devices, compute_platform
+from jaxft.core.sharding import Sharding, compute_devices, compute_platform
 from jaxft.models.attention import MASK_VALUE, Scores
 from jaxft.models.flash import AMPERE, compute_capability
 
@@ -118,7 +118,8 @@ def write_and_attend(
     compute = partial(_write_and_attend, scores, axis, kernel if sinks is None else "reference")
     if sharding is None:
         return compute(q, k, v, pages, rows, sinks)
-    heads, of_rows = PartitionSpec(ROW_AXES, None, "tensor"), PartitionSpec(ROW_AXES)
+    rows_over = sharding.row_axes
+    heads, of_rows = PartitionSpec(rows_over, None, "tensor"), PartitionSpec(rows_over)
     of_pages = sharding.page_spec(axis)
     mapped = jax.shard_map(
         compute,
@@ -221,7 +222,7 @@ def write_experts(
         return pool.reshape(beyond, -1).at[to].set(chosen.astype(pool.dtype) + 1, mode="drop").reshape(pool.shape)
 
     if sharding is not None:
-        spec, of_rows = sharding.page_spec(EXPERTS_AXIS), PartitionSpec(ROW_AXES)
+        spec, of_rows = sharding.page_spec(EXPERTS_AXIS), PartitionSpec(sharding.row_axes)
         specs = spec, of_rows, of_rows
         write = jax.shard_map(write, mesh=sharding.mesh, in_specs=specs, out_specs=spec, check_vma=False)
     return write(pool, chosen, rows._replace(shared=None))

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxft.core.packing import Branches
-from jaxft.core.sharding import ROW_AXES, Sharding
+from jaxft.core.sharding import Sharding
 from jaxft.models.attention import Scores
 from jaxft.models.flash import Kernel
 
@@ -68,7 +68,7 @@ def prefix_attention(
     compute = partial(joined_attention, scale, branches)
     if sharding is None:
         return compute(lengths, q, k, v)
-    spec = sharding.cut(k.shape, ROW_AXES, None, "tensor").spec
+    spec = sharding.cut(k.shape, sharding.row_axes, None, "tensor").spec
     specs = PartitionSpec(spec[0]), spec, spec, spec
     return jax.shard_map(compute, mesh=sharding.mesh, in_specs=specs, out_specs=spec, check_vma=False)(lengths, q, k, v)
 

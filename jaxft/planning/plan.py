@@ -5,6 +5,7 @@ and sharding rules, and is marked as estimated. Work, messages and least times f
 """
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -62,7 +63,7 @@ class Plan(NamedTuple):
     """
 
     target: Target
-    mesh: tuple[int, int, int]
+    mesh: dict[str, int]
     remat: Remat
     kernel: Choice
     memory: dict[str, int]
@@ -102,7 +103,7 @@ def make_plan(
     """
     try:
         sizes, limit = mesh_shape(run.policy.mesh, target.chips), memory_limit(target)
-        mesh = AbstractMesh(sizes, AXES)
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         remats = auto_remats(target.chip.platform) if run.policy.remat == "auto" else (run.policy.remat,)
         candidates = [Programs(run.with_remat(remat), mesh, target.device) for remat in remats]
         held, (rows, width) = candidates[0].held(), candidates[0].rows_and_width()
@@ -110,7 +111,7 @@ def make_plan(
         raise ConfigError([str(error)]) from error
     compile_one = None if interpreter is None else partial(_compile, interpreter, target, show)
     programs, memory, found = _choose_remat(candidates, held, limit, compile_one)
-    chips, kernel = sizes[0] * sizes[1] * sizes[2], programs.kernel()
+    chips, kernel = math.prod(sizes.values()), programs.kernel()
     return Plan(
         target=target,
         mesh=sizes,
@@ -309,8 +310,8 @@ def lines(made: Plan, run: PlannedRun) -> Iterator[str]:
     """Yield the text of a plan."""
     chip, is_estimated = made.target.chip, not made.versions
     mark = "estimated" if is_estimated else "compiled with " + ", ".join(f"{k} {v}" for k, v in made.versions.items())
-    axes = ", ".join(f"{name} {size}" for name, size in zip(AXES, made.mesh, strict=True))
-    chips = made.mesh[0] * made.mesh[1] * made.mesh[2]
+    axes = ", ".join(f"{name} {size}" for name, size in made.mesh.items())
+    chips = math.prod(made.mesh.values())
     yield f"{'target':<12} {made.target.name}: {made.target.chips} x {chip.name}; mesh {axes} ({mark})"
     if chips < made.target.chips:
         yield f"{'':<12} llms.{run.adapter.llm}.mesh uses {chips} of the {made.target.chips} chips"
@@ -371,7 +372,7 @@ def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
     dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
     itemsize, kernels = jnp.dtype(compute_dtype or dtype).itemsize, run.model.num_layers * block_weights(run.model)
     of_kernel = 1 if run.policy.sampling_dtype is not None or dtype == "int8" else itemsize
-    size = (kernels * of_kernel + head_weights(run.model) * itemsize) // made.mesh[2]
+    size = (kernels * of_kernel + head_weights(run.model) * itemsize) // made.mesh["tensor"]
     empty, full = (moved / chip.bytes_per_second * 1e3 for moved in (size, size + made.memory["sampling"]))
     yield (
         f"{'sampling':<12} at least {empty:,.1f} ms for a token of each of {run.policy.slots} requests, by memory; "
@@ -381,11 +382,11 @@ def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
 
 def _messages(made: Plan, run: PlannedRun) -> list[Message]:
     """Return what a chip receives of others, by the sharding rules."""
-    data, fsdp, _ = made.mesh
+    data, fsdp, tensor = (made.mesh[axis] for axis in AXES)
     dtype, compute_dtype = resolve_dtypes(run.policy, made.target.chip.platform)
     return messages(
         run.model,
-        made.mesh,
+        (data, fsdp, tensor),
         parameters=made.parameters,
         trained=made.trained_parameters,
         tokens=made.rows * made.width // (data * fsdp),
@@ -416,8 +417,8 @@ def advice(made: Plan, run: PlannedRun) -> list[str]:
         found.append(f"halve {llm}.cache_tokens (now {now}), worth {worth:.2f} GiB; more requests then wait for pages")
     if made.is_smallest or not is_update:
         found.append(f"lower {llm}.max_context_tokens (now {policy.max_context_tokens})")
-    if made.target.chips > made.mesh[1] * made.mesh[2]:
-        found.append(f"divide the parameters over more chips ({llm}.mesh.fsdp, now {made.mesh[1]})")
+    if made.target.chips > made.mesh["fsdp"] * made.mesh["tensor"]:
+        found.append(f"divide the parameters over more chips ({llm}.mesh.fsdp, now {made.mesh['fsdp']})")
     if policy.lora is None:
         worth = (made.memory["optimizer"] + (made.memory["gradients"] if is_update else 0)) / GIB
         found.append(f"train adapters ({llm}.lora), worth about {worth:.2f} GiB")

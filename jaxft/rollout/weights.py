@@ -432,7 +432,7 @@ def _whole_mesh(model: Model) -> Mesh:
     mesh = _mesh(model)
     each = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     sizes = -1, 1, min(mesh.shape["tensor"], each)
-    return Mesh(mesh.devices.reshape(*sizes), AXES, axis_types=mesh.axis_types)
+    return Mesh(mesh.devices.reshape(*sizes), AXES, axis_types=mesh.axis_types[: len(sizes)])
 
 
 def _sharding(model: Model) -> Sharding:

@@ -3,6 +3,9 @@
 The families are compared with transformers in `test_families.py`.
 """
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache, partial
 
@@ -10,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 
 from jaxft.core.cache import init_cache
 from jaxft.models.config import LayerKind, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
+from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.experts import route
 from tests.models.weights import random_params
 
@@ -129,3 +134,62 @@ def test_decoding_with_merged_adapters_computes_and_chooses_the_same():
 def test_more_experts_a_token_than_there_are():
     with pytest.raises(ValueError, match=r"num_experts_per_tok is 6; wanted 1 to 5"):
         replace(TINY, num_experts_per_tok=6)
+
+
+ON_A_MESH = """
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxft.core.cache import init_cache
+from jaxft.core.sharding import make_mesh
+from jaxft.models.decoder import decoder
+from jaxft.models.decoder_sharding import sharding_for
+from tests.models.test_experts import LORA, TINY
+from tests.models.weights import random_params
+
+config = replace(TINY, num_experts=8, num_kv_heads=2, vocab_size=48)
+tokens = np.random.default_rng(0).integers(0, 48, (8, 16)).astype(np.int32)
+segments = np.where(np.arange(16) < 13, 1 + (np.arange(16) > 6), 0) * np.ones((8, 1), np.int32)
+places, params = np.tile(np.arange(16, dtype=np.int32), (8, 1)), random_params(config, LORA)
+
+def results(sharding):
+    model = decoder(config, lora=LORA, sharding=sharding)
+
+    def loss(params):
+        hidden, _ = model.apply(params, tokens, places, segment_ids=segments)
+        logits = model.unembed(params, hidden)
+        return (jax.nn.log_softmax(logits)[..., 0] * (segments > 0)).sum(), logits[segments > 0]
+
+    def decoded(params):
+        layout = model.decode_layout(params)
+        hidden, _ = model.apply(layout, tokens, places, *init_cache(model, 8, 16, jnp.float32))
+        return model.unembed(layout, hidden)
+
+    given = params if sharding is None else sharding.place(params)
+    return jax.device_get((jax.jit(jax.value_and_grad(loss, has_aux=True))(given), jax.jit(decoded)(given)))
+
+alone = results(None)
+for sizes in [(1, 2, 2, 2), (1, 2, 1, 4), (2, 2, 2, 1)]:
+    spread = results(sharding_for(config, make_mesh(*sizes[:3], expert=sizes[3])))
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(alone), jax.tree.leaves(spread), strict=True):
+        off = np.abs(other - one).max() / max(np.abs(one).max(), 1e-30)
+        assert off <= 1e-5, (sizes, jax.tree_util.keystr(path), off)
+"""
+
+
+@pytest.mark.slow
+def test_on_a_mesh_values_and_gradients_are_those_of_one_device():
+    """Experts in 2 parts, 4 and one, with `fsdp` and `tensor`: packed rows, adapters, biases, decoding."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    subprocess.run([sys.executable, "-c", ON_A_MESH], env=os.environ | {"XLA_FLAGS": flags}, check=True)
+
+
+def test_experts_that_do_not_divide():
+    mesh = AbstractMesh((1, 1, 4, 1), ("data", "fsdp", "expert", "tensor"))
+    with pytest.raises(ValueError, match=r"num_experts is 5, .* the 4 devices of mesh axis 'expert'; .* of 5 there"):
+        sharding_for(TINY, mesh)
+    with pytest.raises(ValueError, match=r"num_experts is 0, .* wanted 1 there, as this model is no mixture"):
+        sharding_for(model_preset("qwen3-50k"), mesh)

@@ -281,7 +281,7 @@ def made_plan(**changes):
     }  # fmt: skip
     made = Plan(
         target=find_target("v5e-8"),
-        mesh=(1, 8, 1),
+        mesh={"data": 1, "fsdp": 8, "tensor": 1},
         remat="least",
         kernel=Choice("splash"),
         memory=memory,
