@@ -131,7 +131,7 @@ def _adapter_tensors(lora: LoraSpec, modules: Modules, params: Params, layers: s
     tensors = {}
     for module, parts in modules.items():
         widths = {part: kernels[f"{part}/kernel"].shape[-1] for part in parts}
-        for layer in range(len(kernels[f"{parts[0]}/kernel"])):
+        for layer in range(kernels[f"{parts[0]}/kernel"].shape[0]):
             own = {
                 part: [to_host(adapters[f"{part}/{kind}"][layer]) for kind in LORA_NAMES]
                 for part in filter(lora.is_target, parts)

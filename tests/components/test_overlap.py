@@ -540,3 +540,22 @@ def test_staleness_is_corrected_unless_the_loss_says_otherwise(policy):
     assert len(warnings) == 1 and "loss.correction is none with max_staleness 1" in warnings[0]
     with pytest.raises(ConfigError, match="max_staleness: is 1, but loss 'sft' has no correction"):
         allow({"name": "sft"})
+
+
+def test_a_sampler_in_eight_bits_is_corrected_unless_the_loss_says_otherwise(policy, monkeypatch):
+    """By weights, also in a function that takes them; one that takes neither weights nor a record is refused."""
+    monkeypatch.setattr(policy, "model", policy.model._replace(sampling_dtype="int8"))
+    warnings = []
+
+    def correction(loss):
+        config = LocalTrainerAdapterConfig(llm="policy", loss=loss, optimizer={"learning_rate": 1e-3})
+        adapter = LocalTrainerAdapter(config, policy, warnings.append)
+        return adapter.learner.loss.correction
+
+    losses = {"name": "grpo"}, {"name": "reinforce"}, {"function": "jaxft:policy_loss"}, {"function": f"{OWN}weighted"}
+    assert [correction(loss).name for loss in losses] == ["token_truncate"] * 4 and not warnings
+    assert correction({"name": "sft"}) is None
+    with pytest.raises(ConfigError, match=r"sampling_dtype: is int8, but .pull. .* takes neither old_logprobs"):
+        correction({"function": f"{OWN}pull"})
+    assert correction({"name": "grpo", "correction": {"name": "none"}}).name == "none"
+    assert len(warnings) == 1 and "loss.correction is none with sampling_dtype int8" in warnings[0]

@@ -9,6 +9,8 @@ import jaxft
 from jaxft.core.cache import compute_dtype, init_cache
 from jaxft.models.config import LoraSpec, model_preset
 from jaxft.models.decoder import decoder
+from jaxft.models.load import load_model
+from jaxft.models.peft import save_adapter
 from jaxft.models.quantized import (
     Quantized,
     dequantized,
@@ -69,6 +71,7 @@ def computed():
             "fp8": (sampled_logits(base, sampling_dtype="fp8"), sampled_logits(rounded(base, "fp8"))),
             "adapters": (sampled_logits(params, sampling_dtype="int8", lora=LORA), sampled_logits(wide, lora=LORA)),
             "base in int8": (sampled_logits(int8, lora=LORA), sampled_logits(wide, lora=LORA)),
+            "params": int8,
             "gradient": (adapter_gradient(int8), adapter_gradient(wide)),
         }
 
@@ -110,6 +113,25 @@ def test_adapters_beside_a_base_in_int8_have_the_gradient_of_the_rounded_base(co
     found, wanted = computed["gradient"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), found, wanted)
     assert all(leaf.any() for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.slow
+def test_adapters_of_a_base_in_int8_are_written_and_read_with_it(computed, tmp_path):
+    """The file of the base holds the numbers that the eight bits stand for, and these are found again."""
+    params = computed["params"]
+    save_adapter(tmp_path / "saved", decoder(CONFIG, lora=LORA), params)
+    model, again = load_model(tmp_path / "saved" / "base", dtype="int8", lora=tmp_path / "saved")
+    assert isinstance(model.lora, LoraSpec) and is_quantized(again["base"])
+    scales = jax.tree.map(lambda leaf: leaf.dtype.itemsize > 1, params["base"])
+    jax.tree.map(
+        lambda a, b, is_wide: np.testing.assert_allclose(a, b, rtol=1e-6 if is_wide else 0),
+        again["base"],
+        params["base"],
+        scales,
+    )
+    jax.tree.map(np.testing.assert_array_equal, again["adapter"], params["adapter"])
+    with pytest.raises(ValueError, match="dtype is int8, in which nothing can be trained"):
+        load_model(tmp_path / "saved" / "base", dtype="int8")
 
 
 def test_only_kernels_of_layers_are_quantised():
