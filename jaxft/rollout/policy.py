@@ -175,6 +175,16 @@ class Policy:
             ValueError: the policy is no decoder, has adapters of its own, or is on several devices; or it has experts,
                 and the adapter changes more than attention.
         """
+        config = self.check_adapter(lora)
+
+        def lay_out(base: Params) -> Adapter:
+            dtype, both = self.weights.transfer.dtype(base), {BASE: base, ADAPTER: commit_like(base, params)}
+            return Adapter(lay_out_adapter(config, lora.scale, dtype, both), seed)
+
+        return await self.read(lay_out)
+
+    def check_adapter(self, lora: LoraSpec) -> DecoderConfig:
+        """Return the config of the policy, or raise the ValueError of `add_adapter`."""
         config, is_whole = self.model.config, self.model.sharding is None and self._sampler.sharding is None
         if not isinstance(config, DecoderConfig) or self.model.lora is not None or not is_whole:
             raise ValueError("an adapter can only stand beside a decoder without adapters, on one device")
@@ -182,12 +192,7 @@ class Policy:
             raise ValueError(
                 f"targets of the adapter are {lora.targets}; beside a model with experts wanted self_attn/*"
             )
-
-        def lay_out(base: Params) -> Adapter:
-            dtype, both = self.weights.transfer.dtype(base), {BASE: base, ADAPTER: commit_like(base, params)}
-            return Adapter(lay_out_adapter(config, lora.scale, dtype, both), seed)
-
-        return await self.read(lay_out)
+        return config
 
     async def update(
         self, job: Callable[[Params], tuple[Params, T]], *, has_changed: Callable[[T], bool] = lambda result: True

@@ -458,6 +458,7 @@ class Service:
 
     def _with_adapters(self, rank: int, targets: tuple[str, ...]) -> Model:
         spec = LoraSpec(rank, LORA_ALPHA, targets)
+        self._policy.check_adapter(spec)
         return with_adapters(self._policy.model, spec, compute_dtype=self._compute_dtype)
 
     def _check_base(self, name: str) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from jaxft.core.cache import own_tables
 from jaxft.errors import NonFiniteError
-from jaxft.models.decoder import parameter_shapes
+from jaxft.models.config import LayerKind, LoraSpec
+from jaxft.models.decoder import decoder, parameter_shapes
 from jaxft.rollout.adapters import LEAST_PLACES, AdapterStack
 from tests.rollout.test_engine import record_of, request, run, varied_requests
 from tests.serving.test_adapters import SPECS
@@ -104,9 +105,14 @@ def test_a_stack_has_room_for_the_adapters_of_one_program(adapters):
             assert len(found.layers[1][path]) == 2 * LEAST_PLACES and not stacked[len(leaf) :].any()
 
 
-def test_adapters_need_a_decoder_without_any_on_one_device(make_scripted_policy):
+def test_adapters_need_a_decoder_without_any_on_one_device(policy, make_policy, make_scripted_policy):
     with pytest.raises(ValueError, match="a decoder without adapters, on one device"):
         asyncio.run(make_scripted_policy([0, 1]).add_adapter(SPECS["first"], {}))
+    config = replace(policy.model.config, pattern=(LayerKind(has_experts=True),), num_experts=4, num_experts_per_tok=2)
+    mixture = make_policy(model=decoder(config), params={"embed": jax.device_put(np.zeros((262, 32), np.float32))})
+    with pytest.raises(ValueError, match=r"'down_proj'\); beside a model with experts wanted self_attn/\*"):
+        mixture.check_adapter(SPECS["first"])
+    assert mixture.check_adapter(LoraSpec(4, 8.0, ("self_attn/*",))) == config
 
 
 @pytest.mark.slow  # programs of many slots and few pages, and of masked and filtered rows
