@@ -185,6 +185,7 @@ class Service:
         if (session := self.sessions.pop(session_id, None)) is not None:
             for task in session.requests.values():
                 task.cancel()
+            session.requests.clear()
 
     async def finish_silent_sessions(self) -> None:
         """End the sessions of which nothing was heard for too long."""

@@ -1,7 +1,9 @@
 """Tests of the app without a socket: order of requests, repeated ones, errors, and bodies of nonsense."""
 
 import asyncio
+import gc
 import random
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from jaxft.rollout.transport import async_transport, http_library
 from jaxft.tinker import app as served
 from jaxft.tinker.app import endpoints, fields_of, make_app
+from jaxft.tinker.losses import Datum
 from jaxft.tinker.service import Output, Service
 from jaxft.tinker.wire import CLASSES, PROTOBUF, read_forward_backward, write_forward_backward
 
@@ -194,6 +197,57 @@ def test_requests_of_a_model_begin_in_their_order_and_only_once(service, monkeyp
     assert done == again and done[1]["metrics"]["nothing_to_learn"] == 1
     assert early[0] == late[0] == polled_late[0] == 410 and "request 4" in early[1]["detail"]
     assert is_cancelled and not service.sessions
+
+
+@pytest.mark.tinker
+def test_two_hundred_clients_that_vanish_in_the_middle_leave_nothing(service):
+    engine, models = service._policy.engine, []
+
+    async def vanish(post, number):
+        """Train and sample, and be heard of no more."""
+        session_id = (await post("create_session", {}))[1]["session_id"]
+        lora = {"session_id": session_id, "model_seq_id": 0, "base_model": service.name, "lora_config": {"rank": 2}}
+        made = (await post("create_model", lora))[1]["request_id"]
+        model_id = (await post("retrieve_future", {"request_id": made}))[1]["model_id"]
+        models.append(weakref.ref(service.model(model_id)))
+        snapshot = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0}
+        await post("save_weights_for_sampler", snapshot)
+        await post("retrieve_future", {"request_id": f"{model_id}:1"})
+        tokens = np.arange(1, 17)
+        data = [Datum(tokens.astype(np.int32), {"target_tokens": tokens, "weights": np.ones(16)})]
+        service.session(session_id).requests["step"] = asyncio.create_task(
+            service.forward_backward(model_id, data, "cross_entropy")
+        )
+        for seq_id in (2, 4):  # number 3 never comes
+            await post("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": {}})
+        sample = {"sampling_session_id": f"{session_id}:sample:0", "sampling_params": {"max_tokens": 40, "stop": []}}
+        sample["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        for seq_id in range(4):
+            await post("asample", {**sample, "seq_id": seq_id})
+        for _ in range(number % 7):
+            await asyncio.sleep(0.002)
+        service.session(session_id).heard -= 100
+
+    async def asking(post):
+        for number in range(200):
+            await vanish(post, number)
+        survivor = (await post("create_session", {}))[1]["session_id"]
+        while engine.num_running or engine.num_waiting:
+            await asyncio.sleep(0.01)
+        await service._policy.read(lambda _: None)
+        gc.collect()
+        alive = [model() for model in models if model() is not None]
+        assert [*service.sessions] == [survivor] and not alive and engine.held_pages == 0
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not [task for task in others if task.get_coro().__name__ in ("_run", "forward_backward")]
+        await post("create_sampling_session", {"session_id": survivor, "sampling_session_seq_id": 0})
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        sample = {"sampling_session_id": f"{survivor}:sample:0", "prompt": prompt, "sampling_params": {"max_tokens": 3}}
+        asked = (await post("asample", sample))[1]["request_id"]
+        return await post("retrieve_future", {"request_id": asked})
+
+    status, _ = ask(service, asking)
+    assert status == 200
 
 
 def test_messages_are_read_as_they_were_written():

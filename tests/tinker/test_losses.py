@@ -104,6 +104,7 @@ def test_unknown_losses_and_options_are_refused(name, config, told):
     [
         ({"target_tokens": None}, r"data\[3\].loss_fn_inputs lacks 'target_tokens'; it has weights"),
         ({"weights": np.ones(3)}, r"weights has shape \[3\]; wanted \[4\]"),
+        ({"target_tokens": np.ones((4, 2))}, r"target_tokens has shape \[4, 2\]; wanted \[4\], one number per token"),
         ({"weights": np.array([0, np.nan, 0, 0])}, "weights holds a number that is not finite"),
         ({"target_tokens": np.array([0, 1, 9, 2])}, r"target_tokens\[2\] is 9; wanted a token below 4"),
     ],
