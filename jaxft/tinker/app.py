@@ -123,9 +123,11 @@ def endpoints(service: Service) -> list[Endpoint]:
 IGNORED = (
     *("type", "sdk_version", "tags", "project_id", "display_name", "ttl_seconds", "kind", "access_scope", "limit"),
     *("allow_metadata_only", "events", "platform", "process_uuid", "session_id", "reason", "detail"),
+    *("base_model", "user_metadata"),
 )
 """Fields that change nothing where a verb does not take them: there are no projects, nobody reads telemetry, states are
-kept until they are deleted, and a sampler that may follow later weights keeps its own."""
+kept until they are deleted, with base and metadata of their model, and a sampler that may follow later weights keeps
+its own."""
 
 
 class Fields(BaseModel):

@@ -167,7 +167,7 @@ class Service:
 
     # Sessions
 
-    async def create_session(self, user_metadata: Metadata = None) -> Result:
+    async def create_session(self) -> Result:
         """Begin a session, which lives as long as heartbeats come."""
         await self.finish_silent_sessions()
         session = Session(uuid.uuid4().hex, time.monotonic())
@@ -271,11 +271,9 @@ class Service:
 
     # Saved states
 
-    async def save_weights(
-        self, model_id: str, path: str | None = None, overwrite: bool = False, user_metadata: Metadata = None
-    ) -> Result:
+    async def save_weights(self, model_id: str, path: str | None = None, overwrite: bool = False) -> Result:
         """Save adapters and optimizer; gradients that no step has taken yet are not part of it."""
-        return await self._save(model_id, "weights", path, overwrite, user_metadata)
+        return await self._save(model_id, "weights", path, overwrite)
 
     async def load_weights(
         self,
@@ -284,11 +282,9 @@ class Service:
         model_id: str | None = None,
         session_id: str | None = None,
         model_seq_id: int | None = None,
-        base_model: str | None = None,
         user_metadata: Metadata = None,
     ) -> Result:
         """Load saved adapters, with the state of their optimizer or without, into a model, or into a new one."""
-        self._check_base(base_model or self.name)
 
         async def load() -> tuple[Model, Any, dict[str, Any]]:
             model, arrays, about = await self._loaded(path)
@@ -307,19 +303,15 @@ class Service:
         else:
             session, model_id = self.session(session_id), f"{session_id}:train:{model_seq_id}"
             model, state, about = await load()
-            session.models[model_id] = TrainedModel(model_id, model, state, user_metadata or about["run_metadata"])
+            session.models[model_id] = TrainedModel(model_id, model, state, user_metadata or about["user_metadata"])
         return {"path": path, "model_id": model_id}
 
     async def save_weights_for_sampler(
-        self,
-        model_id: str,
-        path: str | None = None,
-        sampling_session_seq_id: int | None = None,
-        user_metadata: Metadata = None,
+        self, model_id: str, path: str | None = None, sampling_session_seq_id: int | None = None
     ) -> Result:
         """Save adapters under a name, or make a sampler of them at once."""
         if path is not None or sampling_session_seq_id is None:
-            return await self._save(model_id, "sampler_weights", path, True, user_metadata)
+            return await self._save(model_id, "sampler_weights", path, True)
         model, session_id = self.model(model_id), model_id.partition(":")[0]
         async with model.lock:
             params = await self._policy.read(lambda _: model.adapter())
@@ -337,7 +329,7 @@ class Service:
         last = listed[-1]
         return {
             **{"training_run_id": model_id, "base_model": self.name, "model_owner": "jaxft", "is_lora": True},
-            **{"lora_rank": last["rank"], "user_metadata": last["run_metadata"], "last_request_time": last["time"]},
+            **{"lora_rank": last["rank"], "user_metadata": last["user_metadata"], "last_request_time": last["time"]},
             "last_checkpoint": next((each for each in listed[::-1] if each["checkpoint_type"] == "training"), None),
         }
 
@@ -445,16 +437,15 @@ class Service:
     async def _loaded(self, path: str) -> tuple[Model, Mapping[str, np.ndarray], dict[str, Any]]:
         """Return the model of a saved state, its arrays and what is known of it."""
         about, arrays = await asyncio.to_thread(self.states.load, path)
+        self._check_base(about["base_model"])
         return self._with_adapters(about["rank"], tuple(about["targets"])), arrays, about
 
-    async def _save(
-        self, model_id: str, kind: str, name: str | None, overwrite: bool, user_metadata: Mapping[str, Any] | None
-    ) -> Result:
+    async def _save(self, model_id: str, kind: str, name: str | None, overwrite: bool) -> Result:
         model, path = self.model(model_id), f"tinker://{model_id}/{kind}/{name or uuid.uuid4().hex[:12]}"
         async with model.lock:
             arrays = await self._policy.read(lambda _: model.arrays(optimizer=kind == "weights"))
-            about = {"rank": model.lora.rank, "targets": model.lora.targets, "base_model": self.name}
-            about |= {"user_metadata": user_metadata or {}, "run_metadata": model.user_metadata}
+            about = {"base_model": self.name, "rank": model.lora.rank, "targets": model.lora.targets}
+            about["user_metadata"] = model.user_metadata
             return {"path": await asyncio.to_thread(self.states.save, path, about, arrays, overwrite=overwrite)}
 
     def _with_adapters(self, rank: int, targets: tuple[str, ...]) -> Model:

@@ -41,7 +41,7 @@ def ask(service, asking):
                 is_json = answer.headers.get("content-type") == "application/json"
                 return answer.status_code, answer.json() if is_json else answer.content
 
-            async with asyncio.timeout(300):
+            async with asyncio.timeout(1800):
                 return await asking(post)
 
     return asyncio.run(main())

@@ -112,6 +112,9 @@ def test_a_saved_state_continues_bit_for_bit_in_its_model_in_a_new_one_and_after
             await service.save_weights(first, "a")
         with pytest.raises(ValueError, match=r"weights/b: there is no such saved state"):
             await service.load_weights(path[:-1] + "b", True, model_id=first)
+        other = Service(policy, "Other", service.states.folder)
+        with pytest.raises(ValueError, match="base_model is 'Qwen/Qwen3-50k'; served is Other"):
+            await other.create_sampling_session((await other.create_session())["session_id"], 0, model_path=path)
         light = (await service.save_weights_for_sampler(first, "s"))["path"]
         with pytest.raises(ValueError, match="saved for samplers"):
             await service.load_weights(light, True, model_id=first)
