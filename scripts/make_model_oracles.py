@@ -289,6 +289,43 @@ CASES: dict[str, Case] = {
             {"sliding_window": WINDOW + 1},
         ),
     ),
+    "olmoe": Case(
+        {
+            "model_type": "olmoe",
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 12,
+            "num_experts": 5,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": False,
+        },
+        dtype=torch.bfloat16,
+        changes=({"norm_topk_prob": True}, {"num_experts_per_tok": 2}),
+    ),
+    "glm4_moe": Case(
+        {
+            "model_type": "glm4_moe",
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 10,
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 1.7,
+            "tie_word_embeddings": False,
+            "rope_parameters": rope(partial_rotary_factor=0.5),
+        },
+        changes=(
+            {"norm_topk_prob": False},
+            {"routed_scaling_factor": 1.0},
+            {"rope_parameters": rope(partial_rotary_factor=1.0)},
+        ),
+    ),
     "gemma2": Case(
         {
             "model_type": "gemma2",
@@ -684,6 +721,11 @@ def load(folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
+def choice_biases(model: PreTrainedModel) -> list[tuple[str, torch.Tensor]]:
+    """Return the biases that experts are chosen by, which are no parameters in transformers."""
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("correction_bias")]
+
+
 @torch.no_grad()
 def randomise(model: PreTrainedModel, seed: int, dtype: torch.dtype = torch.float32) -> None:
     """Give all parameters random values that a dtype holds, norms and biases too; attention and logits are decided.
@@ -694,9 +736,9 @@ def randomise(model: PreTrainedModel, seed: int, dtype: torch.dtype = torch.floa
     config = model.config.get_text_config()
     is_gemma = config.model_type.startswith("gemma")
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    for name, parameter in model.named_parameters():
+    for name, parameter in [*model.named_parameters(), *choice_biases(model)]:
         noise = torch.randn(parameter.shape, generator=generator)
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "correction_bias")):
             values = (0.1 if is_tied else 0.3) * noise
         elif "embed_tokens" in name:
             # Gemma multiplies embeddings by sqrt(hidden_size) on their way in.

@@ -71,8 +71,7 @@ def block_weights(config: DecoderConfig, *, has_experts: bool = False) -> int:
     dense = sum(inputs * outputs for inputs, outputs in own.values())
     if not has_experts:
         return dense
-    wide = config.num_experts_per_tok * config.moe_intermediate_size
-    wide += config.num_shared_experts * (config.shared_expert_intermediate_size or config.moe_intermediate_size)
+    wide = config.num_experts_per_tok * config.moe_intermediate_size + config.shared_width
     return dense + config.hidden_size * (3 * wide + config.num_experts + config.shared_expert_gate)
 
 

@@ -174,6 +174,11 @@ class DecoderConfig:
         return ExpertTable(layers, self.num_experts_per_tok, self.num_experts) if layers else None
 
     @property
+    def shared_width(self) -> int:
+        """Width of the shared experts of a mixture in sum."""
+        return self.num_shared_experts * (self.shared_expert_intermediate_size or self.moe_intermediate_size)
+
+    @property
     def score_scale(self) -> float:
         """Factor of the products of queries and keys."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale

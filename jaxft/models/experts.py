@@ -250,7 +250,7 @@ class Mixture(nnx.Module):
         self.router = Router(hidden, experts, config.router_bias, rngs, is_joined)
         self.selection_bias = nnx.Param(jnp.zeros(experts)) if config.selection_bias else None
         self.experts = ExpertProjections(config, rngs, lora)
-        width = config.num_shared_experts * (config.shared_expert_intermediate_size or config.moe_intermediate_size)
+        width = config.shared_width
         self.shared_expert = FeedForward(config, rngs, is_joined, lora, width, SHARED_EXPERT) if width else None
         self.shared_expert_gate = Router(hidden, 1, False, rngs, is_joined) if config.shared_expert_gate else None
         self.config = config

@@ -177,7 +177,10 @@ def config_json(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.name,
-        **{name: None if held[name] is None else key.write(held[name]) for name, key in family.all_keys.items()},
+        **{
+            name: None if held[name] is None and key.type is None else key.write(held[name])
+            for name, key in family.all_keys.items()
+        },
         **_layers_json(family, config),
         **_ropes_json(family, config),
         "dtype": dtype,

@@ -141,6 +141,7 @@ def rows_of(name):
     tokens, segment_ids = (np.zeros((4, CONTEXT_TOKENS), np.int32) for _ in range(2))
     tokens[:2, : expected(name)["input_ids"].shape[1]] = expected(name)["input_ids"]
     tokens[2] = prompt_and_text(name)
+    segment_ids[:3] = 1  # 0 is padding, which no expert computes
     positions = np.tile(np.arange(CONTEXT_TOKENS, dtype=np.int32), (4, 1))
     first = 0
     for number, part in enumerate(parts_of_a_packed_row(name), 1):

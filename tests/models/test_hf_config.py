@@ -72,6 +72,8 @@ FEATURES = {
     "mixtral": tiny["mixtral"],
     "granitemoe": replace(tiny["granitemoe"], residual_scale=0.22, moe_intermediate_size=64),
     "gpt_oss": replace(tiny["gpt_oss"], swiglu_limit=5.0),
+    "olmoe": replace(tiny["olmoe"], norm_topk_prob=True),
+    "glm4_moe": replace(tiny["glm4_moe"], num_shared_experts=2, qk_norm="heads"),
     "qwen3_moe some layers": turning_experts("qwen3_moe", 5, *"dee"),
     "llama linear": turning("llama", Rope(1e4, LinearScaling(4.0))),
     "llama yarn": turning("llama", Rope(1e4, YarnScaling(4.0, 64, 16.0, 2.0, 1.5))),
