@@ -9,8 +9,11 @@ Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h`
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
 from jaxft.models.ceilings import attention_flops, block_weights, head_weights, kv_bytes, matmul_weights, tokens_seen
 from jaxft.models.config import DecoderConfig
+from jaxft.models.decoder import parameter_shapes
 
 ADAMW_PASSES = 8
 """Tensors as large as the parameters that a clipped AdamW step moves: the norm reads the gradient; then parameters,
@@ -44,20 +47,13 @@ def limit_seconds(phases: Sequence[Phase], rates: Rates) -> float:
 
 
 def parameter_count(config: DecoderConfig) -> int:
-    """All parameters: those of matrix products, the embedding if it is not the head, norms and biases.
+    """Return the number of all parameters, those of all experts included.
 
     >>> from jaxft.models.config import model_preset
     >>> parameter_count(model_preset("qwen3-58m"))  # 41549824 + 32000 512 + 8 (2 512 + 2 64) + 512
     57943552
     """
-    heads, kv_heads, width = config.num_heads, config.num_kv_heads, config.head_dim
-    norms = (4 if config.norm_places == "both" else 2) * config.hidden_size
-    norms += {None: 0, "heads": 2 * width, "projections": width * (heads + kv_heads)}[config.qk_norm]
-    biases = width * (heads + 2 * kv_heads) if config.qkv_bias else 0
-    biases += config.hidden_size if config.output_bias else 0
-    biases += 2 * config.intermediate_size + config.hidden_size if config.mlp_bias else 0
-    embedding = 0 if config.tie_word_embeddings else head_weights(config)
-    return matmul_weights(config) + embedding + config.num_layers * (norms + biases) + config.hidden_size
+    return sum(leaf.size for leaf in jax.tree.leaves(parameter_shapes(config)))
 
 
 def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) -> Phase:
@@ -74,7 +70,7 @@ def prefill(config: DecoderConfig, prompt_tokens: Sequence[int], itemsize: int) 
     True
     """
     kv_weights = 2 * config.hidden_size * config.num_kv_heads * config.head_dim
-    weights = (config.num_layers - 1) * block_weights(config) + kv_weights
+    weights = sum(block_weights(config, has_experts=kind.has_experts) for kind in config.kinds[:-1]) + kv_weights
     tokens = sum(count - 1 for count in prompt_tokens)
     seen = sum(tokens_seen(config.kinds[:-1], 1, count - 1) for count in prompt_tokens)
     flops = 2 * weights * tokens + attention_flops(config, seen)
@@ -110,7 +106,7 @@ def score(config: DecoderConfig, rows: int, tokens: int, scored_tokens: int, ite
     >>> phase.flops == 2 * (3 * 2 * 8 * 3145728 + 1 * 2 * 16384000 + 8 * 4 * 512 * (1 + 2 + 3))
     True
     """
-    blocks = config.num_layers * block_weights(config)
+    blocks = matmul_weights(config) - head_weights(config)
     products = 2 * blocks * tokens + 2 * head_weights(config) * scored_tokens
     attention = attention_flops(config, tokens_seen(config.kinds, 1, tokens))
     return Phase("forward", rows * (products + attention), itemsize * matmul_weights(config))
