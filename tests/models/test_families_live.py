@@ -447,7 +447,8 @@ def test_adapters_go_both_ways(family, number, tmp_path):
     model, params = load_model(tmp_path / "base", lora=tmp_path / "of_peft")
     close(our_logits(model, params, tokens), with_adapters, family, "adapter of PEFT", 1e-4)
 
-    spec = LoraSpec(LORA_RANK, LORA_ALPHA, PROJECTIONS)
+    # PEFT 0.21 drops adapters of the feed-forward layers beside experts, whose modules have the same names.
+    spec = LoraSpec(LORA_RANK, LORA_ALPHA, ("self_attn/*", "experts/*") if parameters else PROJECTIONS)
     model, params = load_model(tmp_path / "base", lora=spec, key=jax.random.key(number))
     noise = np.random.default_rng(number)
     fresh = jax.tree.map(lambda leaf: jnp.float32(0.15 * noise.standard_normal(leaf.shape)), params["adapter"])
