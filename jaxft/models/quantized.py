@@ -66,7 +66,7 @@ def quantize(kernel: Float[Array, "*L D F"], kind: str, dtype: Any = None) -> Qu
         dtype: dtype of the scales; None for the kernel's.
 
     >>> kernel = quantize(jnp.array([[127.0, 1.0], [-3.4, 0.0]]), "int8")
-    >>> kernel.values.tolist(), dequantized(kernel).round(3).tolist()
+    >>> kernel.values.tolist(), dequantized(kernel).round().tolist()
     ([[127, 127], [-3, 0]], [[127.0, 1.0], [-3.0, 0.0]])
     """
     narrow, largest = EIGHT_BITS[kind]
