@@ -31,6 +31,7 @@ pytestmark = pytest.mark.models
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
+conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
 oracles = pytest.importorskip("scripts.make_model_oracles")
 
 DRAWS = int(os.environ.get("JAXFT_MODEL_DRAWS", "6"))
@@ -407,6 +408,9 @@ def test_both_sides_compute_the_same(family, number, tmp_path):
     if "vision_config" not in theirs.config.to_dict():
         assert tensors(tmp_path / "ours") == tensors(tmp_path / "theirs")
 
+
+# PEFT 0.21 reads names by expert of the families that are like Qwen2-MoE, but leaves that one itself out of its table.
+conversion._MODEL_TO_CONVERSION_PATTERN.setdefault("qwen2_moe", "qwen2_moe")
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
