@@ -11,6 +11,7 @@ from .ceilings import (
     Chip as Chip,
     attention_flops as attention_flops,
     block_weights as block_weights,
+    decode_bytes as decode_bytes,
     head_weights as head_weights,
     model_flops as model_flops,
     projection_shapes as projection_shapes,

@@ -4,10 +4,12 @@ A multiplication and an addition are two operations. Only products of matrices c
 Letters: `D` hidden, `F` feed-forward, `H` query heads, `K` key/value heads, `h` head width, `L` layers, `V` vocabulary.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from jaxft.models.config import DecoderConfig, LayerKind
+from jaxft.models.config import EXPERTS, SHARED_EXPERT, DecoderConfig, LayerKind
+from jaxft.models.quantized import is_quantizable
 
 GIB = 2**30
 
@@ -60,38 +62,40 @@ def find_chip(device_kind: str) -> Chip | None:
 
 
 def block_weights(config: DecoderConfig, *, has_experts: bool = False) -> int:
-    """Weights of one block's matrix products: `2 D H h + 2 D K h + 3 D F`; of a mixture those that a token asks for.
+    """Weights of one block that a token is multiplied with: `2 D H h + 2 D K h + 3 D F`, or those of its experts.
 
     >>> from jaxft.models.config import model_preset
     >>> block_weights(model_preset("qwen3-58m"))  # 2 (512 512) + 2 (512 256) + 3 (512 1536)
     3145728
     """
-    shapes = projection_shapes(config)
-    own = shapes if not has_experts else {path: shapes[path] for path in shapes if not path.startswith("mlp")}
-    dense = sum(inputs * outputs for inputs, outputs in own.values())
-    if not has_experts:
-        return dense
-    wide = config.num_experts_per_tok * config.moe_intermediate_size + config.shared_width
-    return dense + config.hidden_size * (3 * wide + config.num_experts + config.shared_expert_gate)
+    return sum(map(math.prod, projection_shapes(config, has_experts=has_experts).values()))
 
 
-def projection_shapes(config: DecoderConfig) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of a block's projections, by path.
+def projection_shapes(config: DecoderConfig, *, has_experts: bool = False) -> dict[str, tuple[int, int, int]]:
+    """Inputs, outputs and number, for a token, of a block's projections, by path; of a mixture also its routers.
 
     >>> from jaxft.models.config import model_preset
     >>> projection_shapes(model_preset("qwen3-58m"))["self_attn/k_proj"]
-    (512, 256)
+    (512, 256, 1)
+    >>> projection_shapes(model_preset("qwen3-30b-a3b"), has_experts=True)["mlp/experts/up_proj"]
+    (2048, 768, 8)
     """
-    hidden, wide = config.hidden_size, config.intermediate_size
+    hidden, dense, shared = config.hidden_size, config.intermediate_size, config.shared_width
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    feed_forwards, routers = {"mlp": (dense, 1)}, {}
+    if has_experts:
+        feed_forwards = {EXPERTS: (config.moe_intermediate_size, config.num_experts_per_tok)}
+        feed_forwards |= {SHARED_EXPERT: (shared, 1)} if shared else {}
+        routers = {"mlp/router": (hidden, config.num_experts, 1)}
+        routers |= {"mlp/shared_expert_gate": (hidden, 1, 1)} if config.shared_expert_gate else {}
     return {
-        "self_attn/q_proj": (hidden, queries),
-        "self_attn/k_proj": (hidden, keys),
-        "self_attn/v_proj": (hidden, keys),
-        "self_attn/o_proj": (queries, hidden),
-        "mlp/gate_proj": (hidden, wide),
-        "mlp/up_proj": (hidden, wide),
-        "mlp/down_proj": (wide, hidden),
+        "self_attn/q_proj": (hidden, queries, 1),
+        "self_attn/k_proj": (hidden, keys, 1),
+        "self_attn/v_proj": (hidden, keys, 1),
+        "self_attn/o_proj": (queries, hidden, 1),
+        **{f"{place}/{name}_proj": (hidden, *wide) for place, wide in feed_forwards.items() for name in ("gate", "up")},
+        **{f"{place}/down_proj": (wide, hidden, number) for place, (wide, number) in feed_forwards.items()},
+        **routers,
     }
 
 
@@ -172,14 +176,17 @@ def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
 def decode_bytes(config: DecoderConfig, steps: int, seen: int, itemsize: int, *, in_eight_bits: bool = False) -> int:
     """Bytes that decoding reads at least: the weights in every step, and keys and values of the `seen` tokens of rows.
 
-    Layers with a window, which see fewer, do not count; pages that rows share count for each row. The head is never in
-    eight bits.
+    Layers with a window, which see fewer, do not count; pages that rows share count for each row. The head, routers and
+    experts are never in eight bits, and rows are taken to ask for the same experts.
 
     >>> from jaxft.models.config import model_preset
     >>> decode_bytes(model_preset("qwen3-58m"), steps=2, seen=5, itemsize=4) == 4 * 2 * 41549824 + 5 * 16384
     True
     """
     whole = sum(kind.window is None for kind in config.kinds)
-    weights = matmul_weights(config) * (1 if in_eight_bits else itemsize)
-    weights += head_weights(config) * (itemsize - 1) if in_eight_bits else 0
+    narrow = 0
+    for kind in config.kinds if in_eight_bits else ():
+        shapes = projection_shapes(config, has_experts=kind.has_experts)
+        narrow += sum(math.prod(shapes[path]) for path in shapes if is_quantizable((*path.split("/"), "kernel")))
+    weights = matmul_weights(config) * itemsize - narrow * (itemsize - 1)
     return weights * steps + seen * whole * kv_bytes(config, itemsize) // config.num_layers

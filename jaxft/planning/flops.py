@@ -27,9 +27,10 @@ def gradient_flops(
 
     A trained weight takes six operations a token, a frozen one four (no gradient), and one whose product the backward
     pass recomputes two more: `projections` recomputes the products of the feed-forward but its last, `attention`,
-    `full` and `least` those of attention as well. The gradient of a norm of outputs needs the result of the last, which
-    all but `none` recompute; no other does. The logits are computed twice, but by a fused head once, with which layers
-    of GPUs are unrolled: then nothing computes the gradient of a frozen embedding.
+    `full` and `least` those of attention as well. The gradient of a norm of outputs, or of weights of experts, needs
+    the result of the last, which all but `none` recompute, as they do a mixture's routers; no other does. The logits
+    are computed twice, but by a fused head once, with which layers of GPUs are unrolled: then nothing computes the
+    gradient of a frozen embedding.
 
     Args:
         config: the model.
@@ -45,29 +46,33 @@ def gradient_flops(
     >>> [f"{gradient_flops(m06, remat=remat, **update) / 1e12:.1f} TFLOP" for remat in ("dots", "full")]
     ['72.1 TFLOP', '87.5 TFLOP']
     """
-    shapes = projection_shapes(config)
-    kept = {"dots": tuple(shapes), "projections": tuple(path for path in shapes if path.startswith("self_attn"))}
-    recomputed = set() if remat == "none" else set(shapes) - set(kept.get(remat, ())) - {"mlp/down_proj"}
-    if remat != "none" and config.norm_places != "before":
-        recomputed.add("mlp/down_proj")
-    of_token = 0
-    for path, (inputs, outputs) in shapes.items():
-        passes = (2 if lora is not None else 3) + (path in recomputed)
-        of_token += 2 * passes * inputs * outputs
-        if lora is not None and lora.is_target(path):
-            again = inputs if remat != "none" else 0  # the inner product is read by a gradient
-            again += outputs if path in recomputed else 0
-            of_token += 2 * lora.rank * (3 * (inputs + outputs) + again)
     head = 2 * ((3 if lora is not None else 4) - is_fused) * head_weights(config)
     scored = rows * (tokens - 1)
     if remat == "least":  # whole chunks
         chunks = math.ceil(scored / default_chunk_tokens(config.vocab_size, scored, platform, is_partial=False))
         scored = chunks * 64 * math.ceil(scored / chunks / 64)
-    products = rows * tokens * config.num_layers * of_token + scored * head
+    of_layers = (_block_flops(config, kind.has_experts, remat, lora) for kind in config.kinds)
+    products = rows * tokens * sum(of_layers) + scored * head
     if lora is not None and is_fused:
-        first = ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj")
+        shapes, first = projection_shapes(config), ("self_attn/q_proj", "self_attn/k_proj", "self_attn/v_proj")
         products -= rows * tokens * sum(2 * math.prod(shapes[path]) for path in first)
     return products + kernel_flops(config, rows, tokens, remat)
+
+
+def _block_flops(config: DecoderConfig, has_experts: bool, remat: Remat, lora: LoraSpec | None) -> int:
+    """Return the operations of a token in the projections of one block, as of `gradient_flops`."""
+    kept = {"dots": ("self_attn/", "/gate_proj", "/up_proj"), "projections": ("self_attn/",)}.get(remat, ())
+    unread = {"mlp/down_proj"} | (set() if config.shared_expert_gate else {"mlp/shared_expert/down_proj"})
+    unread = unread if config.norm_places == "before" else set()
+    of_token = 0
+    for path, (inputs, outputs, number) in projection_shapes(config, has_experts=has_experts).items():
+        is_again = remat != "none" and path not in unread and not any(part in path for part in kept)
+        of_token += 2 * number * (2 + (lora is None) + is_again) * inputs * outputs
+        if lora is not None and lora.is_target(path):
+            again = inputs if remat != "none" else 0  # the inner product is read by a gradient
+            again += outputs if is_again else 0
+            of_token += 2 * number * lora.rank * (3 * (inputs + outputs) + again)
+    return of_token
 
 
 def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) -> int:

@@ -20,7 +20,7 @@ from jaxft.components import PlannedRun, Programs, mesh_shape, planned_run, reso
 from jaxft.core import AXES
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import run_main
-from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, block_weights, head_weights, model_flops
+from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, decode_bytes, model_flops
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import UpdateBytes, sampling_bytes, update_bytes
@@ -370,9 +370,9 @@ def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
         f"least {times}{most}"
     )
     dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
-    itemsize, kernels = jnp.dtype(compute_dtype or dtype).itemsize, run.model.num_layers * block_weights(run.model)
-    of_kernel = 1 if run.policy.sampling_dtype is not None or dtype == "int8" else itemsize
-    size = (kernels * of_kernel + head_weights(run.model) * itemsize) // made.mesh["tensor"]
+    itemsize = jnp.dtype(compute_dtype or dtype).itemsize
+    is_narrow = run.policy.sampling_dtype is not None or dtype == "int8"
+    size = decode_bytes(run.model, 1, 0, itemsize, in_eight_bits=is_narrow) // made.mesh["tensor"]
     empty, full = (moved / chip.bytes_per_second * 1e3 for moved in (size, size + made.memory["sampling"]))
     yield (
         f"{'sampling':<12} at least {empty:,.1f} ms for a token of each of {run.policy.slots} requests, by memory; "

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from jaxft.models.ceilings import decode_bytes
 from jaxft.models.config import DecoderConfig, LayerKind, model_preset
 from roofline import (
     Phase,
@@ -68,6 +69,9 @@ def test_decode_by_hand():
     # With one slot there are four steps, and the arithmetic is the same.
     alone = decode(SMALL, 2, [1, 3], slots=1, itemsize=4)
     assert (alone.flops, alone.moved_bytes - phase.moved_bytes) == (phase.flops, 4 * 280)
+    # In eight bits: but for the head, the router and the two experts of a token.
+    narrow = decode_bytes(MIXTURE, steps=1, seen=0, itemsize=2, in_eight_bits=True)
+    assert narrow == 120 + 48 + 2 * (40 + 4 * 5 + 2 * 36)
 
 
 def test_score_and_update_by_hand():

@@ -155,8 +155,16 @@ def test_norms_of_outputs_need_the_outputs():
         assert gradient_flops(both, 1, 1, remat) - gradient_flops(config, 1, 1, remat) == again
 
 
-def test_operations_of_a_full_recomputation():
-    config = model_preset("qwen3-0.6b")
-    kept, again = (gradient_flops(config, 1, 4, remat) for remat in ("dots", "full"))
-    forward = 28 * (4 * 2 * (2 * 1024 * (2048 + 1024) + 2 * 1024 * 3072) + 4 * 2048 * (1 + 2 + 3 + 4))
-    assert again - kept == forward
+@pytest.mark.parametrize(
+    ("name", "layers", "queries", "weights", "of_experts"),
+    [
+        ("qwen3-0.6b", 28, 2048, 2 * 1024 * (2048 + 1024) + 2 * 1024 * 3072, 0),
+        # Gate and up of eight experts; down and the router, which `dots` recomputes, too.
+        ("qwen3-30b-a3b", 48, 4096, 2 * 2048 * (4096 + 512) + 2 * 2048 * 8 * 768, 2048 * (8 * 768 + 128)),
+    ],
+)
+def test_operations_of_a_recomputation(name, layers, queries, weights, of_experts):
+    config = model_preset(name)
+    none, kept, again = (gradient_flops(config, 1, 4, remat) for remat in ("none", "dots", "full"))
+    assert again - kept == layers * (4 * 2 * weights + 4 * queries * (1 + 2 + 3 + 4))
+    assert kept - none == layers * 4 * 2 * of_experts
