@@ -9,6 +9,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ WAIT_SECONDS = 20.0
 
 RESULT_SECONDS = 180.0
 """Time that a result is kept, as clients may ask for one again."""
+
+TURN_SECONDS = 120.0
+"""Time that a request waits for earlier ones of its model, some of which may have been refused, and never come."""
 
 MOST_AHEAD = 1024
 """Most requests of a model that wait for an earlier one."""
@@ -76,9 +80,9 @@ def endpoints(service: Service) -> list[Endpoint]:
         raise Gone(f"there is no request {request_id!r:.100}, or it was cancelled, or answered too long ago")
 
     async def cancel_future(request_id: str) -> Response:
-        task = service.session(request_id.partition(":")[0]).requests.pop(request_id, None)
-        if task is not None:
-            task.cancel()
+        requests = service.session(request_id.partition(":")[0]).requests
+        if ":sample:" in request_id and (task := requests.pop(request_id, None)) is not None:
+            task.cancel()  # as is no request of a model, whose gradients would be half added
         return Response(status_code=204)
 
     async def finish(session_id: str) -> Response:
@@ -121,7 +125,7 @@ def endpoints(service: Service) -> list[Endpoint]:
 
 
 IGNORED = (
-    *("type", "sdk_version", "tags", "project_id", "display_name", "ttl_seconds", "kind", "access_scope", "limit"),
+    *("type", "sdk_version", "tags", "project_id", "display_name", "ttl_seconds", "kind", "access_scope"),
     *("allow_metadata_only", "events", "platform", "process_uuid", "session_id", "reason", "detail"),
     *("base_model", "user_metadata"),
 )
@@ -245,9 +249,14 @@ async def _run(endpoint: Endpoint, asked: Mapping[str, Any], model: TrainedModel
     """Return the result of a verb, or the reason why there is none, once the earlier ones of its model have begun."""
     if model is not None:
         async with model.changed:
-            await model.changed.wait_for(lambda: model.next_number == number)
-            model.next_number += 1
+            with suppress(TimeoutError):
+                async with asyncio.timeout(TURN_SECONDS):
+                    await model.changed.wait_for(lambda: model.next_number >= number)
+            is_next, model.next_number = model.next_number == number, max(model.next_number, number + 1)
             model.changed.notify_all()  # of which the next begins behind the lock that this one takes first
+        if not is_next:
+            told = f"request {number} of {model.id} was not run, as an earlier one was refused or has not come"
+            return _json({"error": told, "category": "user"})
     try:
         return await _respond(endpoint, asked)
     except Exception as error:
@@ -275,4 +284,4 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(to_json(value, inf_nan_mode="null"), status_code=status, media_type="application/json")
+    return Response(to_json(value, inf_nan_mode="constants"), status_code=status, media_type="application/json")

@@ -117,11 +117,13 @@ def _prompt_ids(value: Any) -> Any:
     """Return the token ids of a `ModelInput`."""
     if not isinstance(value, dict):
         return value
-    ids: list[Any] = []
-    for number, chunk in enumerate(value.get("chunks", ())):
-        if not isinstance(chunk, dict) or chunk.get("type") != "encoded_text":
-            raise ValueError(f"chunks[{number}] is no encoded_text: served are tokens")
-        ids += chunk.get("tokens", ())
+    chunks, ids = value.get("chunks"), list[Any]()
+    for number, chunk in enumerate(chunks if isinstance(chunks, list) else [chunks]):
+        match chunk:
+            case {"type": "encoded_text", "tokens": [*tokens]}:
+                ids += tokens
+            case _:
+                raise ValueError(f"chunks[{number}] is no encoded_text: served are tokens")
     return ids
 
 

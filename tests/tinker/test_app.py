@@ -16,6 +16,9 @@ from jaxft.tinker.losses import Datum
 from jaxft.tinker.service import Output, Service
 from jaxft.tinker.wire import CLASSES, PROTOBUF, read_forward_backward, write_forward_backward
 
+TEXT = {"type": "encoded_text", "tokens": 3}
+"""A chunk whose tokens are no list."""
+
 MANY = [pytest.param(600, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.tinker)]
 """Numbers of requests of nonsense."""
 
@@ -74,6 +77,8 @@ def test_a_session_lives_by_its_heartbeats_and_ends(service):
         ("optim_step", {"model_id": "a:train:0", "seq_id": 1, "adam_params": {}}, 410, "no session 'a'"),
         ("optim_step", {"model_id": "a", "adam_params": {"beta1": 1}}, 422, "adam_params.beta1 is 1"),
         ("asample", {"sampling_session_id": "a", "prompt": {"chunks": [{}]}}, 422, "no encoded_text"),
+        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": 3}}, 422, "no encoded_text"),
+        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": [TEXT]}}, 422, "no encoded_text"),
         ("forward_backward", b"\x0a\xff", 400, "no ForwardBackwardRequest"),
         ("asample", {"prompt": [1], "sampling_session_id": "a", "sampling_params": {}, "num_samples": 0}, 422, "is 0"),
         ("retrieve_future", {"request_id": "a"}, 410, "there is no session 'a'"),
@@ -182,17 +187,22 @@ def test_requests_of_a_model_begin_in_their_order_and_only_once(service, monkeyp
             pass
         again = await post("retrieve_future", {"request_id": ids[0]})
         early = await post("optim_step", {**step, "seq_id": 2**40})
+        with monkeypatch.context() as patch:
+            patch.setattr(served, "TURN_SECONDS", 0.0)
+            _, skipped = await post("optim_step", {**step, "seq_id": 6})
+            _, skipped = await post("retrieve_future", {"request_id": skipped["request_id"]})
         session = service.session(session["session_id"])
         session.requests.clear()
         late = await post("optim_step", {**step, "seq_id": 2})
         polled_late = await post("retrieve_future", {"request_id": ids[0]})
-        await post("optim_step", {**step, "seq_id": 5})  # before which there is no number 4
+        await post("optim_step", {**step, "seq_id": 8})  # before which there is no number 7
         (task,) = session.requests.values()
         await post(f"sessions/{session.id}/finish", {})
         await asyncio.wait([task])
-        return ids, waiting, done, again, early, late, polled_late, task.cancelled()
+        return ids, waiting, done, again, early, skipped, late, polled_late, task.cancelled()
 
-    ids, waiting, done, again, early, late, polled_late, is_cancelled = ask(service, asking)
+    ids, waiting, done, again, early, skipped, late, polled_late, is_cancelled = ask(service, asking)
+    assert "request 6 of" in skipped["error"] and "request 7" in late[1]["detail"]
     assert len(set(ids)) == 2 and waiting[0] == 408 and waiting[1]["queue_state"] == "active"
     assert done == again and done[1]["metrics"]["nothing_to_learn"] == 1
     assert early[0] == late[0] == polled_late[0] == 410 and "request 4" in early[1]["detail"]
