@@ -86,6 +86,7 @@ class SamplingParams(Given):
 
 
 Result = dict[str, Any]
+Number = Annotated[int, Field(ge=0)]
 Metadata = dict[str, Any] | None
 
 
@@ -317,9 +318,13 @@ class Service:
             params = await self._policy.read(lambda _: model.adapter())
         return await self._add_sampler(session_id, Sampler(sampling_session_seq_id, model.model, params))
 
-    async def list_checkpoints(self, model_id: str | None = None) -> Result:
-        """Return what is known of saved states, of one model or of all."""
-        return {"checkpoints": await asyncio.to_thread(self.states.listed, model_id)}
+    async def list_checkpoints(
+        self, model_id: str | None = None, limit: Number | None = None, offset: Number = 0
+    ) -> Result:
+        """Return what is known of saved states, of one model or of all: at most `limit`, after the first `offset`."""
+        listed = await asyncio.to_thread(self.states.listed, model_id)
+        cursor = None if limit is None else {"offset": offset, "limit": limit, "total_count": len(listed)}
+        return {"checkpoints": listed[offset:][:limit], "cursor": cursor}
 
     async def get_training_run(self, model_id: str) -> Result:
         """Return base, rank and metadata of a model with saved states."""
@@ -379,7 +384,13 @@ class Service:
         Their noise depends on the number of the sampler in its session and on `seq_id`, or on the seed alone.
         """
         sampler, given = self._sampler(sampling_session_id), sampling_params
-        template, room = self._policy.template, max(1, self._policy.engine.max_context_tokens - len(prompt))
+        engine, template = self._policy.engine, self._policy.template
+        room = max(1, engine.max_context_tokens - len(prompt))
+        if prompt_logprobs and len(prompt) == engine.max_context_tokens:  # which has no room for an answer
+            if wrong := [each for each in prompt if not 0 <= each < engine.vocabulary]:
+                raise ValueError(f"the prompt holds {wrong[0]}; wanted tokens below {engine.vocabulary}")
+            empty = [Sequence([], [], "length", None)] * num_samples
+            return Samples(empty, await self._prompt_logprobs(sampler, prompt))
         stop: Any = [given.stop] if isinstance(given.stop, str) else given.stop
         texts = [each for each in stop or () if isinstance(each, str)]
         stop_ids = template.stop_ids if stop is None or texts else tuple(stop)
@@ -404,7 +415,7 @@ class Service:
         ]
         sequences = [
             Sequence(each.token_ids, each.sampler_logprobs, each.finish_reason, each.top_logprobs or None)
-            for each in await asyncio.gather(*map(self._policy.engine.submit, requests))
+            for each in await asyncio.gather(*map(engine.submit, requests))
         ]
         return Samples(sequences, await self._prompt_logprobs(sampler, prompt) if prompt_logprobs else None)
 

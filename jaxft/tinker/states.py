@@ -66,8 +66,11 @@ class SavedStates:
         """Return what is known of each state, of one model or of all, and Tinker's description, the oldest first."""
         found = []
         for file in self.folder.glob(f"{'*' if model_id is None else _checked(model_id)}/*/*{SUFFIX}"):
-            with safe_open(file, "np") as opened:
-                about = json.loads(opened.metadata()["about"])
+            try:
+                with safe_open(file, "np") as opened:
+                    about = json.loads(opened.metadata()["about"])
+            except (SafetensorError, KeyError, TypeError) as error:
+                raise ValueError(f"{file} is damaged, remove it: {error}") from None
             model, kind, name = file.relative_to(self.folder).with_suffix("").parts
             path = {"checkpoint_id": f"{kind}/{name}", "tinker_path": f"tinker://{model}/{kind}/{name}"}
             found.append({**about, **path, "checkpoint_type": KINDS[kind], "size_bytes": file.stat().st_size})

@@ -95,8 +95,11 @@ def test_training_is_that_in_process_and_continues_from_a_saved_state(client, se
     data = as_data(tinker, rows(9), weights=ones)
     losses = [each.forward(data, "cross_entropy").result().metrics["loss:sum"] for each in (trained, again)]
     assert losses[0] == losses[1]
+    again.forward_backward(as_data(tinker, rows(9), weights=lambda row: 3e38 * ones(row)), "cross_entropy").result()
+    assert again.optim_step(tinker.AdamParams()).result().metrics["nonfinite_updates"] == 1
     rest = tinker.RestClient(base_url=client.holder._base_url, api_key="tml-secret")
     assert [each.tinker_path for each in rest.list_checkpoints(trained.model_id).result().checkpoints] == [path]
+    assert rest.list_user_checkpoints(limit=1).result().cursor.total_count == 1
     assert rest.get_training_run_by_tinker_path(path).result().lora_rank == 4
     rest.delete_checkpoint_from_tinker_path(path).result()
     assert not rest.list_checkpoints(trained.model_id).result().checkpoints

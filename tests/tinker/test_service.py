@@ -120,6 +120,12 @@ def test_a_saved_state_continues_bit_for_bit_in_its_model_in_a_new_one_and_after
             await service.load_weights(light, True, model_id=first)
         listed = [each["tinker_path"] for each in service.states.listed(first)]
         assert listed == [path, light]
+        page = await service.list_checkpoints(first, 1, 1)
+        assert [each["tinker_path"] for each in page["checkpoints"]] == [light] and page["cursor"]["total_count"] == 2
+        service.states.file(light).write_bytes(b"cut")
+        with pytest.raises(ValueError, match=r"s\.safetensors is damaged"):
+            await service.list_checkpoints()
+        service.states.file(light).unlink()
 
     run(main())
 
@@ -146,6 +152,12 @@ def test_samplers_keep_their_weights_and_score_as_training_does(service):
         before = await sampler(0)
         tokens, _, scores = await sampled(before)
         assert np.array_equal(scores, (await sampled(base))[2])  # fresh adapters change nothing
+        context = service._policy.engine.max_context_tokens
+        full = (prompt * context)[:context]
+        whole = await service.sample(base, tuple(full), SamplingParams(max_tokens=1), prompt_logprobs=True)
+        assert len(whole.prompt_logprobs) == context and not whole.sequences[0].tokens
+        with pytest.raises(ValueError, match="the prompt holds 999; wanted tokens below 262"):
+            await service.sample(base, (*full[1:], 999), SamplingParams(), prompt_logprobs=True)
         for _ in range(3):
             await service.forward_backward(model_id, data, "cross_entropy")
             await service.optim_step(model_id, ADAM)
