@@ -98,6 +98,7 @@ NOT_RUN = {
     "python benchmarks/compiled_run.py": "the same; tests/benchmarks/test_compiled_run.py has its arithmetic",
     "XLA_FLAGS= pytest -m gpu": "needs a GPU",
     "python experiments/feedback.py": "minutes; .ci/more runs two epochs of it",
+    "python experiments/routing_replay.py": "five minutes; tests/training/test_routing_replay.py has its parts",
     "python experiments/import_style.py": "a minute of compiling; its parts are the core's, which tests/core has",
     "python experiments/environments/environments.py": "needs the extra envs; .ci/more envs runs two of its examples",
     'pip install "git+https': "a package of somebody else",
