@@ -15,7 +15,6 @@ epochs with that of each seed. Some five minutes on two CPU cores. Writes result
 import asyncio
 import json
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -36,16 +35,7 @@ from jaxft.training.optimizer_config import OptimizerConfig
 SEEDS, EPOCHS, PROMPTS, GENERATIONS, MAX_TOKENS = 3, 40, 8, 8, 12
 FOLDER, LOSS = Path("runs/routing_replay"), LossConfig(name="dapo")
 COLUMNS = ("sampler_logprob_diff_mean", "sampler_logprob_diff_max", "rerouted_fraction")
-DENSE = jaxft.model_preset("qwen3-50k")
-SHAPE = replace(
-    DENSE,
-    num_layers=3,
-    pattern=(DENSE.pattern[0]._replace(has_experts=True),),
-    num_experts=16,
-    num_experts_per_tok=2,
-    moe_intermediate_size=32,
-    norm_topk_prob=True,
-)
+SHAPE = jaxft.model_preset("qwen3-176k-a47k")
 
 
 async def collect(policy: Policy, epoch: int) -> list[list[Trajectory]]:

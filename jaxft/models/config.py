@@ -296,8 +296,14 @@ def _qwen3(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads:
     return DecoderConfig("qwen3", vocab, hidden, ffn, layers, heads, kv_heads, head_dim, qk_norm="heads")
 
 
+def _with_experts(dense: DecoderConfig, experts: int, chosen: int, width: int) -> DecoderConfig:
+    sizes: dict[str, Any] = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
+    return replace(dense, family="qwen3_moe", pattern=(LayerKind(has_experts=True),), norm_topk_prob=True, **sizes)
+
+
 PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-50k": _qwen3(262, 32, 96, 2, 4, 2, 16),
+    "qwen3-176k-a47k": _with_experts(_qwen3(262, 32, 96, 3, 4, 2, 16), 16, 2, 32),
     "qwen3-200k": _qwen3(262, 64, 192, 4, 4, 2, 16),
     "qwen3-300k": _qwen3(262, 128, 256, 2, 4, 2, 32),
     "qwen3-1m": _qwen3(262, 128, 384, 4, 4, 2, 32),
@@ -308,14 +314,7 @@ PRESETS: Mapping[str, DecoderConfig] = {
     "qwen3-1.7b": _qwen3(151936, 2048, 6144, 28, 16, 8, 128),
     "qwen3-8b": replace(_qwen3(151936, 4096, 12288, 36, 32, 8, 128), tie_word_embeddings=False),
     "qwen3-30b-a3b": replace(
-        _qwen3(151936, 2048, 6144, 48, 32, 4, 128),
-        family="qwen3_moe",
-        tie_word_embeddings=False,
-        pattern=(LayerKind(has_experts=True),),
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
+        _with_experts(_qwen3(151936, 2048, 6144, 48, 32, 4, 128), 128, 8, 768), tie_word_embeddings=False
     ),
 }
 """Shapes by name, for `init_model`. Those with 262 tokens have the vocabulary of the embedded character tokenizer."""

@@ -1,6 +1,6 @@
 """Kills small runs with SIGKILL, resumes them, and compares them with one that nothing happened to.
 
-    python tests/faults/kill_and_resume.py                  # 20 kills of each of the seven runs: an hour
+    python tests/faults/kill_and_resume.py                  # 20 kills of each of the eight runs: an hour
     python tests/faults/kill_and_resume.py --kills 3 --runs everything
 
 Half of the kills are at a named point (`tests/faults/injection.py`), half at any moment, and of these every third is a
@@ -24,7 +24,7 @@ from tests.faults.compare import differences
 from tests.faults.injection import KILL_POINTS, kill_after, run, start
 
 HERE = Path(__file__).parent
-RUNS = ("grpo", "everything", "overlap", "int8", "partial", "dpo", "lora")
+RUNS = ("grpo", "everything", "overlap", "int8", "partial", "mixture", "dpo", "lora")
 KILLED = -9
 OFTEN = {"rollout": 30, "evaluators": 50, "half of the logs": 10, "during the export": 1}
 """How often some points are reached in six epochs, about; the others four times."""
