@@ -398,7 +398,7 @@ def test_both_sides_compute_the_same(family, number, tmp_path):
     assert first.token_ids == text
     for each in (first, second):
         scored = our_logprobs(model, params, jnp.array([prompt + each.token_ids]))[0, len(prompt) :]
-        close(each.sampler_logprobs, scored, family, "sampler, trainer", 1e-5)
+        close(each.sampler_logprobs, scored, family, "sampler, trainer", 2e-5)
 
     save_model(tmp_path / "ours", model, params)
     again = oracles.load(tmp_path / "ours")  # raises if a tensor is missing or not expected
