@@ -12,6 +12,7 @@ layers, `V` vocabulary.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -19,7 +20,16 @@ import jax.numpy as jnp
 
 from jaxft import DecoderConfig, LoraSpec, Sharding
 from jaxft.core import ADAPTER, BASE, SLICE_LOGITS, default_chunk_tokens, device_bytes, takes_fused_head
-from jaxft.models import MOST_SEGMENTS, Kernel, Remat, block_weights, head_weights, layer_runs, parameter_shapes
+from jaxft.models import (
+    MOST_SEGMENTS,
+    Kernel,
+    Remat,
+    block_weights,
+    head_weights,
+    layer_runs,
+    parameter_shapes,
+    projection_shapes,
+)
 from jaxft.rollout import prefill_programs
 
 Platform = Literal["gpu", "tpu"]
@@ -43,7 +53,8 @@ class Activations(NamedTuple):
     hidden: int  # D
     queries: int  # H h
     keys: int  # K h, as large as values
-    wide: int  # F
+    wide: int  # F, of a mixture that of all experts of a token
+    routed: int  # k D, of a mixture: rows in the order of their experts, and as many outputs
     normalizers: int  # H, float32: log-sum-exp of a row of scores; cuDNN has them for each segment
 
     def kept(self, remat: Remat, everything: int) -> int:
@@ -202,7 +213,8 @@ def update_bytes(
     if is_fused:
         of_head = 2 * FLOAT32 if platform == "gpu" else 0
     everything = (_unrolled if platform == "gpu" else _everything)(activations, repeats_heads, config)
-    of_layer = block_weights(config) // tensor * itemsize
+    every = replace(config, num_experts_per_tok=config.num_experts)
+    of_layer = max(block_weights(every, has_experts=kind.has_experts) for kind in config.kinds) // tensor * itemsize
     if platform == "gpu":  # gathered weights are kept, and the result of up without its adapter beside the sum
         everything += (of_layer if is_gathered else 0) + (0 if has_gradient else activations.wide)
     kept = activations.kept(remat, everything)
@@ -217,8 +229,11 @@ def update_bytes(
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
         chunk=chunk,
         turn=of_turn * (1 if has_gradient else 2),
-        # The feed-forward's three activations have a gradient each, the residual stream and its norm as well.
-        layer=_recomputed_bytes(activations, repeats_heads, config) + 3 * activations.wide + 2 * activations.hidden,
+        # The feed-forward's three activations have a gradient each, the residual stream and its norm as well, and rows
+        # and outputs of experts.
+        layer=_recomputed_bytes(activations, repeats_heads, config)
+        + 3 * activations.wide
+        + 2 * (activations.hidden + activations.routed),
         layer_weights=of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
         is_unrolled=is_unrolled,
@@ -234,9 +249,16 @@ def _layer_activations(config: DecoderConfig, tokens: int, itemsize: int, tensor
         hidden=per_token * config.hidden_size,
         queries=per_token * config.num_heads * config.head_dim // tensor,
         keys=per_token * config.num_kv_heads * config.head_dim // tensor,
-        wide=per_token * config.intermediate_size // tensor,
+        wide=per_token * _wide(config) // tensor,
+        routed=per_token * config.num_experts_per_tok * config.hidden_size,
         normalizers=segments * tokens * config.num_heads * FLOAT32 // tensor,
     )
+
+
+def _wide(config: DecoderConfig) -> int:
+    """Return the width that a token has in feed-forward layers, or in all its experts, whichever is larger."""
+    blocks = (projection_shapes(config, has_experts=kind.has_experts) for kind in {*config.kinds})
+    return max(sum(math.prod(block[path][1:]) for path in block if path.endswith("up_proj")) for block in blocks)
 
 
 def _recomputed_bytes(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
@@ -244,12 +266,12 @@ def _recomputed_bytes(activations: Activations, repeats_heads: bool, config: Dec
 
     These are the input, its norm, queries, keys and values before and after norm and rotation, the kernel's output,
     the residual stream after attention, its norm, and gate, up and their product. Where outputs have a norm, it reads
-    the outputs of attention and feed-forward.
+    the outputs of attention and feed-forward. Experts have their rows and outputs.
     """
-    hidden, queries, keys, wide, normalizers = activations
+    hidden, queries, keys, wide, routed, normalizers = activations
     given = 3 * queries if repeats_heads else queries + 2 * keys
     of_stream = (2 + _norms(config)) * hidden
-    return of_stream + queries + 2 * keys + given + queries + normalizers + 3 * wide
+    return of_stream + queries + 2 * keys + given + queries + normalizers + 3 * wide + 2 * routed
 
 
 def _everything(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
@@ -258,11 +280,11 @@ def _everything(activations: Activations, repeats_heads: bool, config: DecoderCo
     The residual stream has five copies in the dtype of products, and for each norm two in float32, before and after
     division. So have queries and keys with a norm. The feed-forward's width has six, three of them of `silu`.
     """
-    hidden, queries, keys, wide, normalizers = activations
+    hidden, queries, keys, wide, routed, normalizers = activations
     given = 3 * queries if repeats_heads else queries + 2 * keys
     of_norms = 4 * (queries + keys) if config.qk_norm is not None else 0
     of_stream = (5 + 4 * _norms(config)) * hidden
-    return of_stream + 3 * queries + keys + of_norms + given + normalizers + 6 * wide
+    return of_stream + 3 * queries + keys + of_norms + given + normalizers + 6 * wide + 4 * routed
 
 
 def _unrolled(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
@@ -272,11 +294,12 @@ def _unrolled(activations: Activations, repeats_heads: bool, config: DecoderConf
     norm and after rotation, values, the kernel's output, and gate, up and their product; it computes `silu` again, but
     keeps the dearer `gelu`.
     """
-    hidden, queries, keys, wide, normalizers = activations
+    hidden, queries, keys, wide, routed, normalizers = activations
     given = 3 * queries if repeats_heads else queries + 2 * keys
     of_norms = queries + keys if config.qk_norm is not None else 0
     of_stream = (2 + _norms(config)) * hidden
-    return of_stream + of_norms + given + queries + normalizers + (3 if config.activation == "silu" else 4) * wide
+    of_experts = (3 if config.activation == "silu" else 4) * wide + 2 * routed
+    return of_stream + of_norms + given + queries + normalizers + of_experts
 
 
 def _norms(config: DecoderConfig) -> int:
@@ -320,7 +343,8 @@ def sampling_bytes(
     """
     itemsize = jnp.dtype(compute_dtype).itemsize
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
-    width = (2 * config.intermediate_size + 2 * config.num_heads * config.head_dim) // tensor + 4 * config.hidden_size
+    width = (2 * _wide(config) + 2 * config.num_heads * config.head_dim) // tensor
+    width += (4 + 2 * config.num_experts_per_tok) * config.hidden_size
     logits, copied = slots // row_shards * config.vocab_size * FLOAT32, 0
     if platform == "tpu":
         outputs = config.num_heads * config.head_dim + 2 * config.intermediate_size

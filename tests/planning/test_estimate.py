@@ -5,7 +5,8 @@ that jaxft compiles: `gradient` of `Update.programs`, `prefill` and `decode` of 
 sharded over all chips of the target (`fsdp`); parameters are float32, with adapters (rank 16) the base is bfloat16;
 products are bfloat16. Rows are those of the whole mesh. Rows of DPO are not packed, nor those of models with windows on
 GPUs. Models are presets, or those of `benchmarks/published.py`, some with fewer layers. Cases not marked `is_fused`
-have the head in chunks of tokens, and scan the layers also on GPUs.
+have the head in chunks of tokens, and scan the layers also on GPUs. Cases of mixtures have the bytes
+that `benchmarks/cost.py` says, and no `flops`, as kernels of experts count more rows than there are.
 """
 
 import json
@@ -70,7 +71,9 @@ def test_temporaries_of_unrolled_layers_and_a_fused_head_are_within_a_twentieth_
     assert update_bytes(**setting(CASES[name])).peak == pytest.approx(CASES[name]["temp_bytes"], rel=0.05)
 
 
-@pytest.mark.parametrize("name", [name for name in GRADIENTS if name not in RECOMPUTED_BY_XLA])
+@pytest.mark.parametrize(
+    "name", [name for name in GRADIENTS if name not in RECOMPUTED_BY_XLA and "flops" in CASES[name]]
+)
 def test_products_of_updates_are_those_of_the_compiled_program(name):
     given = setting(CASES[name])
     config, tokens, remat = given["config"], given["tokens"], given["remat"]
