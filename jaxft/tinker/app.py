@@ -284,4 +284,4 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def _json(value: Any, status: int = 200) -> Response:
-    return Response(to_json(value, inf_nan_mode="constants"), status_code=status, media_type="application/json")
+    return Response(to_json(value, inf_nan_mode="null"), status_code=status, media_type="application/json")

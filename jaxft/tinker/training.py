@@ -129,7 +129,7 @@ class TrainedModel:
         return np.array([loss, metrics["entropy"]], np.float64), logprobs
 
     def step(self, given: AdamParams) -> dict[str, float]:
-        """Make a step with the gradients since the last one; where all are zero, change nothing."""
+        """Make a step with the gradients since the last one, where all are zero none; return the finite metrics."""
         state = self.usable_state
         try:
             grads = self._usable_grads()
@@ -143,7 +143,8 @@ class TrainedModel:
         self.state, metrics = update.apply(
             state._replace(opt_state=opt_state), Sums(jnp.zeros((), jnp.float32), {}, grads)
         )
-        return {name: float(value) for name, value in jax.device_get(metrics).items() if name != "loss"}
+        found = {name: float(value) for name, value in jax.device_get(metrics).items() if name != "loss"}
+        return {name: value for name, value in found.items() if np.isfinite(value)}  # a client reads no NaN in JSON
 
     def _usable_grads(self) -> Any:
         if self.grads is None:

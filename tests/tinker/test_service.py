@@ -66,6 +66,9 @@ def test_steps_of_weights_are_those_of_sft_bit_for_bit(service, policy):
     async def main():
         _, model_id = await new_model(service)
         before = jax.tree.map(np.asarray, service.model(model_id).state.params["adapter"])
+        await service.forward_backward(model_id, make_data(weight=3e38), "cross_entropy")
+        lost = (await service.optim_step(model_id, ADAM))["metrics"]
+        assert lost["nonfinite_updates"] == 1 and "grad_norm" not in lost
         for _ in range(steps):
             found = await service.forward_backward(model_id, data, "cross_entropy")
             metrics = (await service.optim_step(model_id, ADAM))["metrics"]
