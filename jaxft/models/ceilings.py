@@ -8,8 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from jaxft.models.config import EXPERTS, SHARED_EXPERT, DecoderConfig, LayerKind
-from jaxft.models.quantized import is_quantizable
+from jaxft.models.config import EXPERTS, SHARED_EXPERT, DecoderConfig, LayerKind, is_quantizable
 
 GIB = 2**30
 

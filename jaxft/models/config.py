@@ -292,6 +292,15 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatchcase(f"/{path}", f"*/{pattern}")
 
 
+def is_quantizable(path: Sequence[str]) -> bool:
+    """True for the path of a kernel that products in eight bits take: of no router, gate or mixture's experts.
+
+    >>> [is_quantizable(f"mlp/{name}/kernel".split("/")) for name in ("up_proj", "router", "experts/up_proj")]
+    [True, False, False]
+    """
+    return path[-1] == "kernel" and not {*path} & {"experts", "router", "shared_expert_gate"}
+
+
 def _qwen3(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> DecoderConfig:
     return DecoderConfig("qwen3", vocab, hidden, ffn, layers, heads, kv_heads, head_dim, qk_norm="heads")
 

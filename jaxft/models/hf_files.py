@@ -20,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from jaxft.core.types import Params
 from jaxft.errors import ManifestError, ModelFileError, one_line
 from jaxft.files import MANIFEST, home_path, verify_manifest
-from jaxft.models.quantized import is_quantizable, quantize
+from jaxft.models.config import is_quantizable
+from jaxft.models.quantized import quantize
 
 WEIGHTS, INDEX, GGUF = "model.safetensors", "model.safetensors.index.json", ".gguf"
 DTYPES = {

@@ -6,7 +6,7 @@ norms, biases, adapters, and a mixture's routers and experts are not quantised.
 Letters: `D` input width, `F` output width, `N` tokens of all rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float
 
 from jaxft.core.types import Params
+from jaxft.models.config import is_quantizable
 
 EIGHT_BITS: dict[str, tuple[Any, float]] = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 """Dtype and largest value of each kind of number in eight bits."""
@@ -97,15 +98,6 @@ def is_quantized(tree: Any) -> bool:
 def map_kernels(function: Callable[[Any], Any], tree: Any) -> Any:
     """Return a tree with `function` applied to its leaves, of which a quantised kernel is one."""
     return jax.tree.map(function, tree, is_leaf=_is_kernel)
-
-
-def is_quantizable(path: Sequence[str]) -> bool:
-    """True for the path of a kernel that products in eight bits take: of no router, gate or mixture's experts.
-
-    >>> [is_quantizable(f"mlp/{name}/kernel".split("/")) for name in ("up_proj", "router", "experts/up_proj")]
-    [True, False, False]
-    """
-    return path[-1] == "kernel" and not {*path} & {"experts", "router", "shared_expert_gate"}
 
 
 def with_quantized_kernels(params: Params, kind: str, dtype: Any = None) -> Params:

@@ -23,7 +23,7 @@ def test_presets_have_the_size_that_they_are_named_for():
 
 
 def test_unknown_preset_lists_those_there_are():
-    with pytest.raises(ValueError, match="preset is 'qwen3-1b'; wanted one of qwen3-50k, qwen3-200k, qwen3-300k"):
+    with pytest.raises(ValueError, match="preset is 'qwen3-1b'; wanted one of qwen3-50k, qwen3-176k-a47k, qwen3-200k"):
         model_preset("qwen3-1b")
 
 
