@@ -316,7 +316,7 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
     )
     routing_replay: bool = Field(
         default=True,
-        description="Of a mixture of experts: scores and updates route each token to the experts that it had while it "
+        description="Scores and updates of a mixture of experts route each token to the experts that it had while it "
         "was sampled. false: they route anew.",
     )
     num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")

@@ -14,7 +14,7 @@ NormPlaces = Literal["before", "after", "both"]
 QKNorm = Literal["heads", "projections"]
 Activation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 Router = Literal["softmax", "topk_softmax", "sigmoid"]
-"""How logits become scores: softmax of all experts, of those chosen by their logits, or the sigmoid of each."""
+"""Function of a router's logits that gives scores: softmax of all experts or of those chosen, or sigmoid of each."""
 
 
 class LayerKind(NamedTuple):

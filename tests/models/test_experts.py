@@ -80,7 +80,7 @@ def test_routers_choose_and_weigh_experts():
 
 @cache
 def forward():
-    """What the model with adapters computes: freely, with its own choice given back, and with another one."""
+    """Outputs of the model with adapters for its own choice of experts, for that choice given, and for another one."""
     model, params = decoder(TINY, lora=LORA), random_params(TINY, LORA)
     other = np.random.default_rng(2).permuted(np.broadcast_to(np.arange(5), (2, 2, 9, 5)), axis=-1)[..., :2]
 
