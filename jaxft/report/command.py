@@ -24,9 +24,6 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jaxft compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or quoted globs as in 'runs/sweep/*'")
     parser.add_argument("--output", type=home_path, metavar="DIR", help="folder of the files (default: as above)")
-    axes = ("epochs", "episodes", "seconds", "tokens")
-    drawn = "what curves are drawn over (default %(default)s)"
-    parser.add_argument("--x", choices=axes, default="epochs", help=drawn)
     final = "the final reward is the mean of the last K epochs (default: a tenth of the shortest run, 3 to 25)"
     parser.add_argument("--last-epochs", type=whole_number, metavar="K", help=final)
 

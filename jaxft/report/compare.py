@@ -1,7 +1,4 @@
-"""The verb `compare`, and the files of a comparison: a page and JSON, in a folder of their own.
-
-Files that jaxft did not write are never replaced: the JSON file of an earlier comparison marks the folder as its own.
-"""
+"""The verb `compare`, and the files of a comparison: a page and JSON."""
 
 import argparse
 import math
@@ -14,15 +11,16 @@ from jaxft.errors import RunDirectoryError
 from jaxft.files import json_bytes, replace_file
 from jaxft.harness import run_main
 from jaxft.report.charts import NUM_COLORS, SMALL, WIDE, Band, Line, line_chart
-from jaxft.report.compared_runs import COMPARISON_FILE, ComparedRun, is_ours
+from jaxft.report.compared_runs import ComparedRun
 from jaxft.report.comparison import Comparison, compare_runs, comparison_json
-from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, X_AXES, group_curves, run_curve
-from jaxft.report.comparison_text import comparison_text, figure_rows, figures_title, overview, with_interval
+from jaxft.report.comparison_curves import CURVES, REWARD, VALIDATION, group_curves, run_curve
+from jaxft.report.comparison_text import comparison_text, figure_rows, figures_title, overview
 from jaxft.report.pages import render_page
 from jaxft.report.run_groups import RunGroup
 from jaxft.runs import CONFIG_FILE, current_console
 
 FOLDER_NAME = "compare"
+COMPARISON_FILE = "compare.json"
 PAGE_FILE = "compare.html"
 
 
@@ -31,9 +29,8 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
 
     async def compare() -> None:
         console = current_console()
-        comparison = compare_runs(parsed.runs, x_axis=parsed.x, last_epochs=parsed.last_epochs)
+        comparison = compare_runs(parsed.runs, last_epochs=parsed.last_epochs)
         folder = default_folder(comparison.runs) if parsed.output is None else parsed.output
-        check_folder(folder)  # before the tables, so that a refusal is not at the end of many lines
         console.message(comparison_text(comparison, console.columns) + "\n")
         files = write_comparison(comparison, folder)
         console.message("\n".join(f"written to {file}" for file in files))
@@ -47,22 +44,6 @@ def default_folder(runs: Sequence[ComparedRun]) -> Path:
     return (parents.pop() if len(parents) == 1 else Path("runs")) / FOLDER_NAME
 
 
-def check_folder(folder: Path) -> None:
-    """Raise unless comparisons may be written to a folder.
-
-    Raises:
-        RunDirectoryError: it holds a run, or files of a comparison's names that jaxft did not write.
-    """
-    if (folder / CONFIG_FILE).exists():
-        raise RunDirectoryError(f"'{folder}' holds a run: give another folder for the comparison, with --output")
-    present = [name for name in (COMPARISON_FILE, PAGE_FILE) if (folder / name).exists()]
-    if present and not is_ours(folder / COMPARISON_FILE):
-        raise RunDirectoryError(
-            f"'{folder}' holds {', '.join(present)}, but no {COMPARISON_FILE} of jaxft: nothing was replaced; give "
-            "another folder, with --output"
-        )
-
-
 def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
     """Write `compare.json` and `compare.html`, and return their paths.
 
@@ -72,12 +53,11 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
             names one.
 
     Raises:
-        RunDirectoryError: the folder holds a run, or files of these names that jaxft did not write, or it cannot be
-            written.
+        RunDirectoryError: the folder holds a run, or it cannot be written.
         DiskFull: there is no room for the files.
     """
-    check_folder(folder)
-    # The first marks the folder as ours, so that a write that was cut off is repeated.
+    if (folder / CONFIG_FILE).exists():
+        raise RunDirectoryError(f"'{folder}' holds a run: give another folder for the comparison, with --output")
     files = {
         COMPARISON_FILE: json_bytes(comparison_json(comparison), indent=2),
         PAGE_FILE: comparison_page(comparison).encode("utf-8", "backslashreplace"),
@@ -94,7 +74,7 @@ def write_comparison(comparison: Comparison, folder: Path) -> list[Path]:
 def comparison_page(comparison: Comparison) -> str:
     """Return the page as one HTML document that loads nothing."""
     runs = [run for group in drawn_groups(comparison) for run in group.runs]
-    known = [name for name in CURVES if any(run_curve(run, name).xs for run in runs)]
+    known = [name for name in CURVES if any(run_curve(run, name) for run in runs)]
     return render_page(
         "comparison.html",
         comparison=comparison,
@@ -105,7 +85,6 @@ def comparison_page(comparison: Comparison) -> str:
         narrow=_reward_charts(comparison, SMALL),
         figures_title=figures_title(comparison),
         figure_rows=figure_rows(comparison),
-        with_interval=with_interval,
         others=[_chart(comparison, name) for name in known if name not in (REWARD, VALIDATION)],
     )
 
@@ -118,26 +97,26 @@ def _reward_charts(comparison: Comparison, size: tuple[int, int]) -> list[Markup
 
 def _chart(comparison: Comparison, metric: str, size: tuple[int, int] = SMALL, note: str | None = None) -> Markup:
     lines, bands = _drawn(comparison, metric)
-    return line_chart(CURVES[metric], lines, bands, x_label=X_AXES[comparison.x_axis], size=size, note=note)
+    return line_chart(CURVES[metric], lines, bands, x_label="epochs", size=size, note=note)
 
 
 def _drawn(comparison: Comparison, metric: str) -> tuple[list[Line], list[Band]]:
     """Return the curves of a metric, one with a name for each group before those of single runs, and the bands."""
     lines, singles, bands = [], [], []
     for color, group in enumerate(drawn_groups(comparison)):
-        curves = group_curves(group, metric, comparison.x_axis)
+        curves = group_curves(group, metric)
         name = f"{group.name} ({seeds_text(len(group.finished))})"
-        if curves.mean is not None:
-            lines.append(Line(name, curves.mean.xs, curves.mean.ys, color))
+        if curves.epochs:
+            lines.append(Line(name, curves.epochs, curves.means, color))
             name = ""  # else the first run that did not finish has it
-        if curves.mean is not None and curves.lows is not None and curves.highs is not None:
-            bands.append(Band("", curves.mean.xs, curves.lows, curves.highs, color))
+        if curves.lows is not None and curves.highs is not None:
+            bands.append(Band("", curves.epochs, curves.lows, curves.highs, color))
         for run, curve in curves.singles:
             if run.status != "finished":
-                singles.append(Line(name, curve.xs, curve.ys, color, "dashed"))
+                singles.append(Line(name, list(curve), list(curve.values()), color, "dashed"))
                 name = ""
             elif len(group.finished) > 1:
-                singles.append(Line("", curve.xs, curve.ys, color, "faint"))
+                singles.append(Line("", list(curve), list(curve.values()), color, "faint"))
     return [*lines, *singles], bands
 
 

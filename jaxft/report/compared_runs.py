@@ -4,7 +4,6 @@ A figure is one number of a run. Damaged runs and folders without a run are left
 """
 
 import glob
-import json
 import math
 import os
 import statistics
@@ -16,10 +15,6 @@ from typing import Any, Literal
 
 from jaxft.errors import RunDirectoryError
 from jaxft.runs import CONFIG_FILE, Row, RunRecords, flat, read_run
-
-COMPARISON_FILE = "compare.json"
-COMPARISON_KIND = "jaxft comparison"
-"""Value of `kind` in the JSON files of comparisons, by which jaxft knows the files it may replace."""
 
 RESULT_PREFIX = "result."
 """Beginning of the names of figures that come from `result.json`."""
@@ -169,15 +164,6 @@ def default_last_epochs(epochs: int) -> int:
     return min(max(epochs // 10, 3), 25, max(epochs, 1))
 
 
-def is_ours(file: Path) -> bool:
-    """Return True if a file is the JSON file of a comparison."""
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("kind") == COMPARISON_KIND
-
-
 def number(row: Mapping[str, Any], name: str) -> float:
     """Return a value of a row as a float; NaN if it is missing, null, or no number."""
     value = row.get(name)
@@ -194,8 +180,6 @@ def _why_no_run(path: Path) -> str | None:
         return "is no folder" if path.exists() else "does not exist"
     if (path / CONFIG_FILE).is_file():
         return None
-    if is_ours(path / COMPARISON_FILE):
-        return "holds an earlier comparison"
     inner = sum((folder / CONFIG_FILE).is_file() for folder in path.iterdir() if folder.is_dir())
     if inner:
         return f"holds no run itself, but {inner} of its folders do: give '{path}/*'"

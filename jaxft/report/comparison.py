@@ -1,4 +1,4 @@
-"""Comparison of runs: which settings differ, the figures of each group over its seeds, and which group is better.
+"""Comparison of runs: which settings differ, and the figures of each group over its seeds.
 
     comparison = compare_runs(["runs/sweep/*"])
     print(comparison.figures["final_reward"])
@@ -14,15 +14,9 @@ from typing import Any
 
 from jaxft.errors import RunDirectoryError
 from jaxft.report import intervals
-from jaxft.report.compared_runs import COMPARISON_KIND, ComparedRun, LeftOut, default_last_epochs, find_runs
+from jaxft.report.compared_runs import ComparedRun, LeftOut, default_last_epochs, find_runs
 from jaxft.report.comparison_curves import REWARD, group_curves
 from jaxft.report.run_groups import Difference, RunGroup, group_runs
-
-MAX_PAIRED_GROUPS = 8
-"""With more groups, each is compared with the best one only."""
-
-COVERAGE = {2: 51, 3: 75, 4: 80, 5: 83, 10: 90, 20: 93}
-"""Coverage of the 95 % bootstrap interval, in percent, by the number of values, drawn from a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +35,6 @@ class MeanEstimate:
 
 
 @dataclass(frozen=True)
-class Improvement:
-    """Probability that a run of one group ends with a higher reward than a run of another group."""
-
-    group: str
-    other: str
-    probability: float
-    interval: intervals.Interval | None
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Groups of runs side by side.
 
@@ -58,18 +42,14 @@ class Comparison:
         groups: the groups, in the order of their first runs.
         differences: settings that differ, with a value for each group.
         figures: for each figure an estimate per group; None where no finished run has it.
-        improvements: one for each pair of groups, or for each group and the best one, of the final reward.
-        x_axis: horizontal axis of the curves, a key of `comparison_curves.X_AXES`.
         last_epochs: number of epochs over which `final_reward` is the mean.
         left_out: paths that are not in the comparison, with the reasons.
-        notes: what a reader has to know: runs without figures, few seeds, metrics that some runs lack.
+        notes: what a reader has to know: runs without figures, metrics that some runs lack.
     """
 
     groups: tuple[RunGroup, ...]
     differences: tuple[Difference, ...]
     figures: dict[str, tuple[MeanEstimate | None, ...]]
-    improvements: tuple[Improvement, ...]
-    x_axis: str
     last_epochs: int
     left_out: tuple[LeftOut, ...]
     notes: tuple[str, ...]
@@ -80,12 +60,11 @@ class Comparison:
         return tuple(run for group in self.groups for run in group.runs)
 
 
-def compare_runs(paths: Iterable[str | Path], *, x_axis: str = "epochs", last_epochs: int | None = None) -> Comparison:
+def compare_runs(paths: Iterable[str | Path], *, last_epochs: int | None = None) -> Comparison:
     """Compare runs, folded over their seeds.
 
     Args:
         paths: run directories, or globs such as `runs/sweep/*`.
-        x_axis: horizontal axis of the curves, a key of `comparison_curves.X_AXES`.
         last_epochs: number of epochs at the end over which `final_reward` is the mean; by default a tenth of the
             shortest finished run, at least 3 and at most 25.
 
@@ -102,8 +81,6 @@ def compare_runs(paths: Iterable[str | Path], *, x_axis: str = "epochs", last_ep
         groups=groups,
         differences=differences,
         figures=figures,
-        improvements=_improvements(groups, figures.get("final_reward", ())),
-        x_axis=x_axis,
         last_epochs=last_epochs,
         left_out=tuple(left_out),
         notes=tuple(_notes(groups, figures, last_epochs)),
@@ -120,8 +97,7 @@ def no_runs_message(left_out: Sequence[LeftOut]) -> str:
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as plain values for JSON, with the curves of the training reward; NaN is null."""
     return {
-        "kind": COMPARISON_KIND,
-        "format_version": 1,
+        "format_version": 2,
         "level": intervals.LEVEL,
         "resamples": intervals.RESAMPLES,
         "curve_resamples": intervals.CURVE_RESAMPLES,
@@ -130,7 +106,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
             {"name": group.name, "runs": [_run_json(run, comparison.last_epochs) for run in group.runs]}
             for group in comparison.groups
         ],
-        "curves": {group.name: _curve_json(group, comparison.x_axis) for group in comparison.groups},
+        "curves": {group.name: _curve_json(group) for group in comparison.groups},
     }
 
 
@@ -154,11 +130,16 @@ def estimate(values: Sequence[float]) -> MeanEstimate:
     )
 
 
-def _curve_json(group: RunGroup, x_axis: str) -> dict[str, Any] | None:
-    curves = group_curves(group, REWARD, x_axis)
-    if curves.mean is None:
+def _curve_json(group: RunGroup) -> dict[str, Any] | None:
+    curves = group_curves(group, REWARD)
+    if not curves.epochs:
         return None
-    columns = {"x": curves.mean.xs, "mean": curves.mean.ys, "low": curves.lows, "high": curves.highs}
+    columns: dict[str, Sequence[float] | None] = {
+        "x": curves.epochs,
+        "mean": curves.means,
+        "low": curves.lows,
+        "high": curves.highs,
+    }
     return {
         name: None if values is None else [value if math.isfinite(value) else None for value in values]
         for name, values in columns.items()
@@ -180,23 +161,6 @@ def _figures(groups: Sequence[RunGroup], last_epochs: int) -> dict[str, tuple[Me
     return found
 
 
-def _improvements(groups: Sequence[RunGroup], rewards: Sequence[MeanEstimate | None]) -> tuple[Improvement, ...]:
-    known = [(group.name, reward) for group, reward in zip(groups, rewards, strict=False) if reward is not None]
-    best = max(known, key=lambda each: each[1].mean, default=None)
-    pairs = [(one, other) for at, one in enumerate(known) for other in known[at + 1 :]]
-    if len(known) > MAX_PAIRED_GROUPS:
-        pairs = [(one, best) for one in known if best is not None and one is not best]
-    found = []
-    for (name, first), (other, second) in pairs:
-        # With one run each the probability is 0 or 1, and says nothing.
-        if len(first.values) + len(second.values) > 2:
-            probability = intervals.probability_of_improvement(first.values, second.values)
-            found.append(
-                Improvement(name, other, probability, intervals.probability_interval(first.values, second.values))
-            )
-    return tuple(found)
-
-
 def _notes(
     groups: Sequence[RunGroup], figures: dict[str, tuple[MeanEstimate | None, ...]], last_epochs: int
 ) -> Iterable[str]:
@@ -211,44 +175,11 @@ def _notes(
                 yield f"{about} has an epoch without a finite reward in its last {last_epochs}; it has no final_reward"
             if run.resumes:
                 yield f"{about} was resumed {run.resumes} times; an equal run ends with equal rewards"
-    yield from _notes_on_seeds(groups)
     total = sum(len(group.finished) for group in groups)
     for name, estimates in figures.items():
         count = sum(len(each.values) for each in estimates if each is not None)
         if count < total and name != "final_reward":
             yield f"{name} is in {count} of {total} finished runs"
-    yield from _notes_on_separation(groups, figures.get("final_reward", ()))
     lengths = sorted({len(run.rewards) for group in groups for run in group.finished})
     if len(lengths) > 1:
         yield f"runs have from {lengths[0]} to {lengths[-1]} epochs; the mean of a group ends with its shortest run"
-
-
-def _notes_on_seeds(groups: Sequence[RunGroup]) -> Iterable[str]:
-    counts = sorted({len(group.finished) for group in groups})
-    for count in counts:
-        if count == 0:
-            names = ", ".join(group.name for group in groups if not group.finished)
-            yield f"no finished run, so no figures: {names}"
-        if count == 1:
-            yield "groups with 1 seed have no interval: a second seed would show how far runs scatter"
-        if count in (2, 3):
-            yield (
-                f"with {count} seeds the interval is their range, which is wide and yet has the true mean in it only "
-                f"{COVERAGE[count]} times in 100"
-            )
-    seeds = [{run.seed for run in group.finished} for group in groups if group.finished]
-    if len(seeds) > 1 and not set.intersection(*seeds):
-        yield "the groups have no seed in common; the intervals do not need it"
-
-
-def _notes_on_separation(groups: Sequence[RunGroup], rewards: Sequence[MeanEstimate | None]) -> Iterable[str]:
-    """Yield the chance of two groups that do not overlap, of which the bootstrap has no interval."""
-    if len(groups) != 2 or len(rewards) != 2 or rewards[0] is None or rewards[1] is None:
-        return
-    first, second = rewards[0].values, rewards[1].values
-    if len(first) + len(second) > 2 and (min(first) > max(second) or max(first) < min(second)):
-        ways = math.comb(len(first) + len(second), len(first))
-        yield (
-            f"the final rewards of the two groups do not overlap; with {len(first)} and {len(second)} seeds of equal "
-            f"groups that happens 2 times in {ways}"
-        )

@@ -1,4 +1,4 @@
-"""Text of a comparison for a terminal: tables of settings and figures, probabilities, notes."""
+"""Text of a comparison for a terminal: tables of settings and figures, notes."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -40,13 +40,6 @@ def comparison_text(comparison: Comparison, width: int = 120) -> str:
     elif len(comparison.runs) > 1:
         parts.append("No setting differs but the seed.")
     parts.append(f"{figures_title(comparison)}\n" + aligned([["", *names], *figure_rows(comparison)], width))
-    if comparison.improvements:
-        rows = [
-            [f"{each.group}  over  {each.other}", with_interval(each.probability, each.interval)]
-            for each in comparison.improvements
-        ]
-        title = "Probability that a run of the first group ends with a higher reward (a tie counts half)"
-        parts.append(f"{title}\n" + aligned(rows, 10**6))
     if comparison.notes:
         parts.append("Notes\n" + _list_lines(comparison.notes))
     return "\n\n".join(parts)

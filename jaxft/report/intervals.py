@@ -51,7 +51,7 @@ def mean_band(curves: np.ndarray, resamples: int = CURVE_RESAMPLES) -> tuple[np.
     """
     curves = np.asarray(curves, float)
     curves = curves[np.lexsort(curves.T[::-1])]  # so that the order of the runs does not matter
-    weights = _draws(len(curves), resamples, 0)
+    weights = _draws(len(curves), resamples)
     low, high = np.empty(curves.shape[1]), np.empty(curves.shape[1])
     for start in range(0, curves.shape[1], 256):  # in pieces, for memory
         piece = slice(start, start + 256)
@@ -60,41 +60,12 @@ def mean_band(curves: np.ndarray, resamples: int = CURVE_RESAMPLES) -> tuple[np.
     return np.maximum(low, curves.min(axis=0)), np.minimum(high, curves.max(axis=0))
 
 
-def probability_of_improvement(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the fraction of pairs of a run of the first and one of the second group in which the first is higher.
-
-    A tie counts half, so that the two probabilities of a pair of groups add up to 1.
-
-    >>> probability_of_improvement([3.0, 2.0], [1.0, 2.0])
-    0.875
-    """
-    return float(_wins(first, second).mean())
-
-
-def probability_interval(first: Sequence[float], second: Sequence[float]) -> Interval | None:
-    """Return the bootstrap interval of `probability_of_improvement`; None if a group has fewer than two values."""
-    if len(first) < 2 or len(second) < 2:
-        return None
-    wins = _wins(sorted(first), sorted(second))
-    # Other draws for the second group: the groups are independent, even if they are of one size.
-    drawn = np.einsum(
-        "rn,nm,rm->r", _draws(len(first), RESAMPLES, 0), wins, _draws(len(second), RESAMPLES, 1), optimize=True
-    )
-    low, high = _ends(drawn / wins.size)
-    return Interval(float(low), float(high))
-
-
 @lru_cache(maxsize=32)
-def _draws(count: int, resamples: int, stream: int) -> np.ndarray:
+def _draws(count: int, resamples: int) -> np.ndarray:
     """Return how often each of `count` runs is in each draw; a row per draw."""
-    generator = np.random.default_rng([stream, count])
+    generator = np.random.default_rng([0, count])
     return generator.multinomial(count, np.full(count, 1 / count), size=resamples).astype(float)
 
 
 def _ends(drawn: np.ndarray) -> np.ndarray:
     return np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-
-
-def _wins(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
-    ours, others = np.asarray(first, float)[:, None], np.asarray(second, float)[None]
-    return (ours > others) + (ours == others) / 2
