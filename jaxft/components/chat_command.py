@@ -27,7 +27,6 @@ from jaxft.harness.commands import open_models
 from jaxft.harness.config import load_models
 from jaxft.harness.registry import import_module
 from jaxft.harness.runtime import run_main
-from jaxft.harness.signals import current_shutdown
 from jaxft.rollout.calls import Reply
 from jaxft.rollout.chat_request import ChatRequest
 from jaxft.rollout.client import ChatClient
@@ -97,7 +96,6 @@ class Conversation:
         """Begin a conversation; `settings` holds all but the messages, `notes` shows everything but the answers."""
         self._llm, self._functions, self._settings, self._notes, self._seed = llm, functions, settings, notes, seed
         self._output, self._is_terminal = Console(), sys.stdin.isatty()
-        self._shutdown = current_shutdown() if self._is_terminal else None
         self._num_conversations = 0
         self._begin()
 
@@ -118,47 +116,30 @@ class Conversation:
         if self._is_terminal:
             self._note(f"{self._llm.max_context_tokens} tokens of context; /reset begins a new conversation")
         unanswered = 0
-        with self._interruptible(lambda: None):  # between two answers, Ctrl-C has no effect
-            while (line := self._read_line()) is not None:
-                if line == "/reset":
-                    self._begin()
-                elif line.strip():
-                    unanswered += not await self._take(line)
+        while (line := await self._read_line()) is not None:
+            if line == "/reset":
+                self._begin()
+            elif line.strip():
+                begun = len(self._messages)
+                try:
+                    await self._answer(line)
+                except RequestError as error:
+                    self._note(f"error: {error}; the message is taken back, and /reset begins a new conversation")
+                    del self._messages[begun:]  # what is left is a conversation that a chat template takes
+                    unanswered += 1
         if unanswered and not self._is_terminal:
             raise RequestError(f"lines without a complete answer: {unanswered}")
 
-    def _interruptible(self, interrupt: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._shutdown is None else self._shutdown.interruptible(interrupt)
-
-    def _read_line(self) -> str | None:
-        """Return the next line of the input, None at its end; the event loop waits meanwhile."""
-        shutdown = current_shutdown()
+    async def _read_line(self) -> str | None:
+        """Return the next line of the input, None at its end."""
         try:
-            with contextlib.nullcontext() if shutdown is None else shutdown.released():
-                return input("> " if self._is_terminal and sys.stdout.isatty() else "")
-        except (EOFError, KeyboardInterrupt) as end:
-            if isinstance(end, KeyboardInterrupt) and not self._is_terminal:
-                raise
+            if not self._is_terminal:
+                return input()
+            # In a thread, so that Ctrl-C is heard while it waits.
+            return await asyncio.to_thread(input, "> " if sys.stdout.isatty() else "")
+        except EOFError:
             self._output.write("\n" if self._is_terminal else "")
             return None
-
-    async def _take(self, text: str) -> bool:
-        """Answer a message, and return True if its answer is complete; SIGINT in a terminal ends the answer only."""
-        begun, turn = len(self._messages), asyncio.create_task(self._answer(text))
-        try:
-            with self._interruptible(turn.cancel):
-                await turn
-            return True
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            why = "stopped"
-        except RequestError as error:
-            why = f"error: {error}"
-        self._note(f"{why}; the message is taken back, and /reset begins a new conversation")
-        del self._messages[begun:]  # what is left is a conversation that a chat template takes
-        return False
 
     async def _answer(self, text: str) -> None:
         """Add a message and its answer to the conversation, with the tool calls between them."""

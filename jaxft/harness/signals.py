@@ -1,7 +1,5 @@
 """Handling of SIGINT and SIGTERM: the first signal stops and saves the run, the second ends the process at once.
 
-A program that talks with its user may take SIGINT (Ctrl-C) for itself: see `interruptible` and `released`.
-
 The first signal gives both back to the system, which ends the process at the next one. Python runs a handler in the
 main thread between two of its instructions, also while an agent blocks the event loop; not within a call of a library.
 """
@@ -46,7 +44,6 @@ class Shutdown:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._listener: asyncio.Event | None = None
-        self._interrupt: Callable[[], object] | None = None
         self._timer: threading.Timer | None = None
         self._handles_signals = False
 
@@ -94,46 +91,8 @@ class Shutdown:
         finally:
             self._listener = None
 
-    @contextlib.contextmanager
-    def interruptible(self, interrupt: Callable[[], object]) -> Iterator[None]:
-        """Call `interrupt` in the event loop for every SIGINT inside the block, which has no further effect."""
-        before, self._interrupt = self._interrupt, interrupt
-        try:
-            yield
-        finally:
-            self._interrupt = before
-
-    @contextlib.contextmanager
-    def released(self) -> Iterator[None]:
-        """Let SIGINT raise `KeyboardInterrupt` inside the block, in which the main thread waits for a line of text.
-
-        Raises:
-            CancelledError: SIGTERM ends the program.
-        """
-        if self._loop is None:
-            yield
-            return
-        handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _raise_terminated}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        is_terminated = False
-        try:
-            yield
-        except _Terminated:
-            is_terminated = True
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-        if is_terminated:
-            self._on_signal(signal.SIGTERM)
-            raise asyncio.CancelledError
-
     def _on_signal(self, number: signal.Signals) -> None:
-        interrupt = self._interrupt
         assert self._loop is not None
-        if number == signal.SIGINT and interrupt is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed just now
-                self._loop.call_soon_threadsafe(interrupt)
-            return
         with self._deciding:
             was_told, self._is_told = self._is_told, False
             for each in SIGNALS:
@@ -221,14 +180,6 @@ _installed: Shutdown | None = None
 def _handle(number: int, frame: object) -> None:
     if _installed is not None:
         _installed._on_signal(signal.Signals(number))
-
-
-class _Terminated(BaseException):
-    """SIGTERM came while the main thread waited for a line of text."""
-
-
-def _raise_terminated(number: int, frame: object) -> None:
-    raise _Terminated
 
 
 def _tell(sentence: str) -> None:
