@@ -7,8 +7,6 @@ run answers what a worker asks and records the calls, and their random numbers d
 import asyncio
 import contextlib
 import logging
-import os
-import re
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -20,7 +18,6 @@ from jaxft.harness import worker_processes as processes
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import EpisodeScore
 from jaxft.harness.registry import locate_module
-from jaxft.harness.supervision import is_library
 from jaxft.harness.worker_protocol import LINE_BYTES, Message, Peer, read_error
 from jaxft.rollout.calls import RemoteCall
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest
@@ -169,7 +166,7 @@ class Worker:
         self._peer = Peer(
             self._send, self.answer, self.find_llm, self.count_tokens, self.record, self._builder.get_server_url
         )
-        self._num_calls, self._place = 0, ""
+        self._num_calls = 0
         self._life = asyncio.create_task(self._live(reader))
         await self._call("start", {}, None, "")
 
@@ -182,7 +179,7 @@ class Worker:
             if not calling.done() and not self._life.done():
                 self._process.kill()
                 await asyncio.shield(self._life)
-                raise TimeoutError(f"{late} within {seconds:g} s{self._place}")
+                raise TimeoutError(f"{late} within {seconds:g} s")
             if not calling.done():
                 raise WorkerError(self._life.result())
             failure = calling.exception()
@@ -206,12 +203,8 @@ class Worker:
             await asyncio.to_thread(self._process.exit_code, None)
         await printing
         self._is_usable = False
-        trace = os.read(self._process.trace.fileno(), 2**16).decode(errors="replace")
-        frames = re.findall(r'File "([^"<]+)", line (\d+) in (\S+)', trace)
-        places = [frame for frame in frames if not is_library(frame[0])]
-        self._place = ", at {}:{} in {}".format(*places[0]) if places else ""
         await self._peer.end_answers()
-        for each in (self._writer, self._process.trace, self._process.process):
+        for each in (self._writer, self._process.process):
             each.close()
         if self._output_bytes > MAX_OUTPUT_BYTES:
             return f"it wrote more than {MAX_OUTPUT_BYTES // 2**20} MiB to its standard output"
@@ -225,11 +218,11 @@ class Worker:
             # A library in C++ that finds no memory aborts its process.
             is_memory = signals[code] == "SIGABRT" and limit is not None
             hint = f", perhaps for memory: eval.general.worker_memory_mb is {limit}" if is_memory else ""
-            return f"its process was ended by {signals[code]}{self._place}{hint}"
+            return f"its process was ended by {signals[code]}{hint}"
         return f"it ended its process, with exit code {code}"
 
     async def _show_output(self) -> None:
-        """Show what the worker prints as lines of the console, and end it when that is too much."""
+        """Show what the worker prints, and where it was when it crashed or was killed; end it when that is too much."""
         reader = asyncio.StreamReader(limit=MAX_OUTPUT_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, self._process.output)

@@ -47,18 +47,17 @@ CHILD_GRACE_SECONDS = 1.0
 REPLY, CALLS, DELTA = TypeAdapter(Reply), TypeAdapter(list[Call]), TypeAdapter(Delta)
 
 
-def work(connection: socket.socket, trace: int, imports: Sequence[str], config: Config, log_level: int) -> None:
+def work(connection: socket.socket, imports: Sequence[str], config: Config, log_level: int) -> None:
     """Answer calls of the run until it closes the connection.
 
     Args:
         connection: the connection to the run.
-        trace: file that the place of a crash is written to, and the present place when SIGUSR1 ends the process.
         imports: modules that register the user's components.
         config: the configuration of the run.
         log_level: lowest level of the records of `logging` that the run shows.
     """
-    faulthandler.enable(file=trace)
-    faulthandler.register(signal.SIGUSR1, file=trace, chain=True)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, chain=True)  # shows where a worker is that is killed
     # Or the last lines before a crash would be lost, as standard output is a pipe.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
     logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s", force=True)

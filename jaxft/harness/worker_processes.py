@@ -52,13 +52,11 @@ class WorkerProcess(NamedTuple):
         process: the guardian.
         connection: the connection to the worker.
         output: what the worker prints.
-        trace: the place where the worker crashed, or was when it was killed.
     """
 
     process: Any
     connection: socket.socket
     output: Connection
-    trace: Connection
 
     def kill(self) -> None:
         """Let the guardian kill the worker, and what it started; this may take a moment."""
@@ -81,11 +79,11 @@ def start_worker(imports: Sequence[str], *arguments: Any) -> WorkerProcess:
     """
     preparation = {name: value for name, value in spawn.get_preparation_data("").items() if name != "authkey"}
     connection, its_connection = socket.socketpair()
-    (output, its_output), (trace, its_trace) = Pipe(duplex=False), Pipe(duplex=False)
+    output, its_output = Pipe(duplex=False)
     context = get_context("forkserver")
-    arguments = (its_connection, its_output, its_trace, imports, *arguments)
+    arguments = (its_connection, its_output, imports, *arguments)
     process = context.Process(target=_guard_worker, args=arguments, daemon=True)
-    with _lock, its_connection, its_output, its_trace:
+    with _lock, its_connection, its_output:
         os.environ[PRELOAD] = json.dumps([os.getpid(), preparation, imports])
         try:
             context.set_forkserver_preload([__name__])
@@ -93,7 +91,7 @@ def start_worker(imports: Sequence[str], *arguments: Any) -> WorkerProcess:
         finally:
             del os.environ[PRELOAD]
         process.start()
-    return WorkerProcess(process, connection, output, trace)
+    return WorkerProcess(process, connection, output)
 
 
 def _preload(preparation: dict[str, Any], imports: Sequence[str]) -> None:
@@ -109,7 +107,7 @@ def _preload(preparation: dict[str, Any], imports: Sequence[str]) -> None:
     freeze()  # a collection in a worker would copy the pages of all that was imported
 
 
-def _guard_worker(connection: socket.socket, output: Connection, trace: Connection, *arguments: Any) -> None:
+def _guard_worker(connection: socket.socket, output: Connection, *arguments: Any) -> None:
     """Fork a worker, wait for its end, and end this process with its exit code after all that it started."""
     worker = 0
 
@@ -135,7 +133,7 @@ def _guard_worker(connection: socket.socket, output: Connection, trace: Connecti
     if worker == 0:
         for number in (signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, signal.SIG_DFL)
-        _be_worker(connection, output, trace, *arguments)
+        _be_worker(connection, output, *arguments)
     connection.close()
     threading.Thread(target=outlive_run, daemon=True).start()
     os.waitid(os.P_PID, worker, os.WEXITED | os.WNOWAIT)
@@ -145,7 +143,7 @@ def _guard_worker(connection: socket.socket, output: Connection, trace: Connecti
     os._exit(code if code >= 0 else SIGNALLED - code)
 
 
-def _be_worker(connection: socket.socket, output: Connection, trace: Connection, *arguments: Any) -> None:
+def _be_worker(connection: socket.socket, output: Connection, *arguments: Any) -> None:
     """Be a worker, and end the process."""
     code = 1
     try:
@@ -155,7 +153,7 @@ def _be_worker(connection: socket.socket, output: Connection, trace: Connection,
         process._config["daemon"] = False  # or agents could start no processes by multiprocessing
         for number in (1, 2):
             os.dup2(output.fileno(), number)
-        pkgutil.resolve_name("jaxft.harness.worker:work")(connection, trace.fileno(), *arguments)
+        pkgutil.resolve_name("jaxft.harness.worker:work")(connection, *arguments)
         code = 0
     except MemoryError:
         code = OUT_OF_MEMORY

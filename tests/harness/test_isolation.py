@@ -26,11 +26,11 @@ from jaxft.runs.console import Console
 AGENTS = Path(__file__).parents[1] / "data" / "isolation" / "isolated_agents.py"
 
 REASONS = {
-    "busy_loop": "TimeoutError: the workflow gave no output within 3 s, at ",
-    "sleep_in_c": "TimeoutError: the workflow gave no output within 3 s, at ",
+    "busy_loop": "TimeoutError: the workflow gave no output within 3 s",
+    "sleep_in_c": "TimeoutError: the workflow gave no output within 3 s",
     "swallowed_cancellation": "TimeoutError: the workflow gave no output within 3 s",
     "leak": "WorkerError: it took more memory than it may: eval.general.worker_memory_mb is 128",
-    "segfault": "WorkerError: its process was ended by SIGSEGV, at ",
+    "segfault": "WorkerError: its process was ended by SIGSEGV",
     "exit_at_once": "WorkerError: it ended its process, with exit code 3",
     "children_left_behind": "WorkerError: it left 20 processes behind, the first of which is 'sleep'",
     "filled_output": "WorkerError: it wrote more than 1 MiB to its standard output",
@@ -292,7 +292,7 @@ def test_a_fault_costs_its_episode_and_is_named(workers, name):
     outcome = workers.failed[name]
     assert REASONS[name] in outcome.error
     if name == "segfault":
-        assert "isolated_agents.py:" in outcome.error and f" in {name}" in outcome.error
+        assert f" in {name}\n" in workers.written  # the traceback of the crash
     assert outcome.episode.calls  # what was asked before a fault is recorded
     if name in ("system_exit", "local_result", "children_left_behind"):
         assert outcome.episode.step_rewards != {}
@@ -303,13 +303,13 @@ def test_what_takes_too_long_is_ended_and_named(workers, name):
     error, num_calls = workers.late[name]
     assert REASONS[name] in error and num_calls == 1
     if name in ("busy_loop", "sleep_in_c"):
-        assert "isolated_agents.py:" in error and f" in {name}" in error
+        assert f" in {name}\n" in workers.written
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("sleep_in_c", "no score within 5 s, at "),
+        ("sleep_in_c", "no score within 5 s"),
         ("segfault", "ended by SIGSEGV"),
         ("leak", "worker_memory_mb is 128"),
     ],
