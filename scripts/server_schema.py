@@ -7,6 +7,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, Field
 from pydantic.json_schema import models_json_schema
 
+from jaxft.core import LARGEST_FLOAT32
 from jaxft.serving.app import DIALECTS
 from jaxft.serving.messages_api import (
     COUNT_TOKENS,
@@ -16,9 +17,72 @@ from jaxft.serving.messages_api import (
     ToolUseBlock,
 )
 from jaxft.serving.responses_api import FunctionCall, MessageItem, ReasoningItem
+from jaxft.serving.schemas import CompletionFields, Name, Tools
 from jaxft.serving.wire import openai_error
 
 Number = Annotated[int, Field(ge=0)]
+Bias = Annotated[float, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
+
+
+class Function(BaseModel):
+    """A function that the model may call, or must call."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(BaseModel):
+    """A tool in OpenAI's format."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(BaseModel):
+    """A function that an answer has called."""
+
+    name: Name
+    arguments: str | dict[str, Any] | None = None
+
+
+class ChatToolCall(BaseModel):
+    """A call of a tool in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class TextPart(BaseModel):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(BaseModel):
+    """A part of a message in which the assistant refuses."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+class ChatMessage(BaseModel):
+    """A message; the chat template decides which roles it knows, and content is needed unless there are calls."""
+
+    role: str
+    content: str | list[TextPart | RefusalPart] | None = None
+    tool_calls: list[ChatToolCall] | None = None
+
+
+class CheckedByCore(BaseModel):
+    """The fields of chats and completions whose values the core checks."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: Tools[ChatTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChatTool | None = None
+    logit_bias: dict[str, Bias] | None = None
 
 
 class Usage(BaseModel):
@@ -134,15 +198,19 @@ def openapi_schema(models: tuple[str, ...]) -> dict[str, Any]:
     requests = {dialect.path: dialect.request for dialect in DIALECTS} | {COUNT_TOKENS: CountTokensRequest}
     errors = {dialect.path: OpenAIError if dialect.error is openai_error else AnthropicError for dialect in DIALECTS}
     errors[COUNT_TOKENS] = AnthropicError
-    everything = {*requests.values(), *REPLIES.values(), *errors.values()}
+    everything = {CheckedByCore, *requests.values(), *REPLIES.values(), *errors.values()}
     references, definitions = models_json_schema(
         [(each, "validation") for each in sorted(everything, key=lambda each: each.__name__)],
         ref_template="#/components/schemas/{model}",
     )
     schemas = definitions["$defs"]
     known = {"enum": list(models)}
+    checked = schemas[CheckedByCore.__name__]["properties"]
     for request in requests.values():
-        schemas[request.__name__]["properties"]["model"] = known
+        properties = schemas[request.__name__]["properties"]
+        properties["model"] = known
+        if issubclass(request, CompletionFields):
+            properties |= {name: schema for name, schema in checked.items() if name in properties}
 
     def content(model: type[BaseModel], description: str) -> dict[str, Any]:
         return {

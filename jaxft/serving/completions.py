@@ -6,9 +6,9 @@ A prompt of token ids is for environments that render and tokenise themselves. A
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from jaxft import ChatRequest, CompletionRequest, Delta, Reply
@@ -21,13 +21,10 @@ from jaxft.serving.schemas import (
     Count,
     Dialect,
     Ignored,
-    Like,
     Many,
-    Name,
     Natural,
     Refused,
     TextOr,
-    Tools,
     needs,
 )
 from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_error
@@ -42,70 +39,12 @@ ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
-class Function(BaseModel):
-    """A function that the model may call, or must call."""
-
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class ChatTool(BaseModel):
-    """A tool in OpenAI's format."""
-
-    type: Literal["function"]
-    function: Function
-
-
-class CalledFunction(BaseModel):
-    """A function that an answer has called."""
-
-    name: Name
-    arguments: str | dict[str, Any] | None = None
-
-
-class ChatToolCall(BaseModel):
-    """A call of a tool in a message of the assistant."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class TextPart(BaseModel):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class RefusalPart(BaseModel):
-    """A part of a message in which the assistant refuses."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-
-class ChatMessage(BaseModel):
-    """A message; the chat template decides which roles it knows, and content is needed unless there are calls."""
-
-    role: str
-    content: str | list[TextPart | RefusalPart] | None = None
-    tool_calls: list[ChatToolCall] | None = None
-
-
 class ChatCompletionRequest(CompletionFields, ChatFields):
     """A request of chat completions."""
 
-    messages: Annotated[list[dict[str, Any]], Like(Annotated[list[ChatMessage], Field(min_length=1)])] = Field(
-        description="The conversation, of text only."
-    )
-    tools: Annotated[list[dict[str, Any]], Like(Tools[ChatTool])] | None = Field(
-        None, description="Functions that the model may call."
-    )
-    tool_choice: Annotated[TextOr[dict[str, Any]], Like(Literal["auto", "none", "required"] | ChatTool)] | None = Field(
-        None, description="`auto`, `none`, `required` or a function."
-    )
+    messages: list[dict[str, Any]] = Field(description="The conversation, of text only.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    tool_choice: TextOr[dict[str, Any]] | None = Field(None, description="`auto`, `none`, `required` or a function.")
     max_completion_tokens: Count | None = Field(None, description="Newer name of `max_tokens`.")
     logprobs: bool | None = Field(None, description="Log-probabilities over the whole vocabulary.")
     top_logprobs: Annotated[TopLogprobs, needs("logprobs")] | None = Field(

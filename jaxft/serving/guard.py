@@ -95,15 +95,6 @@ class Guard:
             self.num_requests -= 1
             self.num_answered += 1
 
-    def admits(self, scope: Scope) -> bool:
-        """Return True if a request comes from where it may, and has a key if it needs one."""
-        try:
-            self._check_source(scope)
-            self._check_key(scope)
-        except APIError:
-            return False
-        return True
-
     def _check_source(self, scope: Scope) -> None:
         """Raise an `APIError` unless the request names this server, and comes from no web page of another site."""
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}

@@ -19,7 +19,6 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     Tag,
-    TypeAdapter,
     ValidationError,
     WrapValidator,
 )
@@ -64,7 +63,6 @@ TextOr = Annotated[
 ]
 """Text, or a value of another type."""
 
-Number = Annotated[float, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
 Penalty = Annotated[float, Field(ge=-2, le=2), AS_SENT]
 Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
@@ -119,17 +117,6 @@ def needs(flag: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-class Like:
-    """Annotation of a value that the core checks: its JSON schema is that of a type."""
-
-    def __init__(self, wanted: Any) -> None:
-        self._adapter = TypeAdapter(wanted)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Return the JSON schema of the type."""
-        return handler(self._adapter.core_schema)
 
 
 def function_tool(
@@ -247,7 +234,7 @@ class CompletionFields(OpenAIRequest):
 
     max_tokens: Count | None = Field(None, description="Limit of sampled tokens; without it, the room in the context.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Number of choices.")
-    logit_bias: Annotated[dict[str, Any], AfterValidator(_read_logit_bias), Like(dict[str, Number])] | None = Field(
+    logit_bias: Annotated[dict[str, Any], AfterValidator(_read_logit_bias)] | None = Field(
         None, description="Numbers added to the logits of token ids."
     )
     stream_options: Annotated[StreamOptions, needs("stream")] | None = Field(

@@ -1,9 +1,8 @@
 """A server of an app: uvicorn in a thread with an event loop of its own, which no agent can block.
 
 uvicorn limits neither the time for the head of a request nor that for which a client leaves a response unread, and
-accepts any number of connections; a protocol class of it limits them here. A connection is a stranger until one of its
-requests may be answered; strangers have a small share of the connections. All other limits are those of the `Guard`
-around the app.
+accepts any number of connections; a protocol class of it limits them here. All other limits are
+those of the `Guard` around the app.
 """
 
 import asyncio
@@ -30,15 +29,9 @@ MAX_HEAD_BYTES = 2**16
 
 CONNECTIONS_PER_REQUEST = 4
 """Connections that may be open for each request that may be answered at the same time; requests of further ones get a
-503, and beyond twice as many none is accepted."""
+503, and those beyond twice as many are closed."""
 
 MIN_CONNECTIONS = 1024
-
-STRANGERS_SHARE = 8
-"""Strangers may be this part of the connections that are served; beyond, the oldest ones are closed."""
-
-STRANGER_SECONDS = 1.0
-"""Time that a stranger has in any case, so that many clients may come at once."""
 
 CONNECTION = "jaxft.connection"
 """Key of the connection in the state of a request's scope."""
@@ -59,9 +52,7 @@ class Server:
         limits: limits of requests and connections.
         metrics: counts and times of requests, and the load of the engines.
         url: address, such as `http://127.0.0.1:8000`; it is open from the moment on that the server is made.
-        max_connections: connections that are served at the same time; of twice as many, one is closed for each new one.
-        strangers: connections of which no request was admitted yet, the oldest first, with the times at which they
-            came.
+        max_connections: connections that are served at the same time; those beyond twice as many are closed.
     """
 
     def __init__(
@@ -103,7 +94,6 @@ class Server:
         most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = max(CONNECTIONS_PER_REQUEST * limits.max_requests, MIN_CONNECTIONS)
         self.max_connections = most if most_files < 0 else min(most, most_files // SHARE_OF_FILES)
-        self.strangers: dict[LimitedProtocol, float] = {}
 
         class Protocol(LimitedProtocol):
             owner = self
@@ -134,33 +124,16 @@ class Server:
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request unless too many connections are open."""
         connection = scope["state"][CONNECTION]
-        if self.guard.admits(scope):
-            self.strangers.pop(connection, None)
 
         async def send_unless_gone(message: Message) -> None:
             # A step gives many events at once, and asyncio warns of each that is written after the client has left.
             if not connection.transport.is_closing():
                 await send(message)
 
-        count = self.num_connections - len(self.strangers)
-        if count > self.max_connections:
-            await refuse(unavailable(f"{count} connections are open"), scope, receive, send_unless_gone)
+        if self.num_connections > self.max_connections:
+            await refuse(unavailable(f"{self.num_connections} connections are open"), scope, receive, send_unless_gone)
         else:
             await self.guard(scope, receive, send_unless_gone)
-
-    def add_stranger(self, connection: "LimitedProtocol") -> None:
-        """Remember a new connection, and close the oldest strangers where there are too many."""
-        now = self.strangers[connection] = connection.loop.time()
-        most = self.max_connections // STRANGERS_SHARE
-        while len(self.strangers) > most and now - next(iter(self.strangers.values())) >= STRANGER_SECONDS:
-            self._close_oldest_stranger()
-        if self.num_connections > 2 * self.max_connections:
-            self._close_oldest_stranger()
-
-    def _close_oldest_stranger(self) -> None:
-        oldest = next(iter(self.strangers))
-        del self.strangers[oldest]
-        oldest.transport.abort()
 
     @property
     def num_connections(self) -> int:
@@ -190,7 +163,8 @@ class LimitedProtocol(H11Protocol):
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(0)  # so that the time for writing begins with the first unread byte
         self.app_state = {**self.app_state, CONNECTION: self}
-        self.owner.add_stranger(self)
+        if self.owner.num_connections > 2 * self.owner.max_connections:
+            transport.abort()
         self._time_head()
 
     def data_received(self, data: bytes) -> None:
@@ -224,7 +198,6 @@ class LimitedProtocol(H11Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._stop("head")
         self._stop("write")
-        self.owner.strangers.pop(self, None)
         super().connection_lost(error)
 
     def pause_writing(self) -> None:
