@@ -1,19 +1,18 @@
-"""Charts: lines with bands, stacked areas, bars and heat maps, of which `templates/charts.html` makes inline SVG.
+"""Charts of lines with bands, of which `templates/charts.html` makes inline SVG.
 
 A chart is a `<figure>` with a caption, a legend and an SVG that fills the width of its place. Colours are chosen so
 that colour-blind people tell them apart. Every column of a chart can be pointed at to read its values.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from statistics import fmean
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from markupsafe import Markup
 
-from jaxft.report.pages import ENVIRONMENT, number, shortened
+from jaxft.report.pages import ENVIRONMENT, number
 
 Value = float | None
 """A number; None, NaN and infinities leave a gap."""
@@ -144,78 +143,7 @@ def line_chart(
     keys = [(each.name, f"{'band ' * isinstance(each, Band)}{each.classes}") for each in named]
     summary = f"{caption}: " + "; ".join(_summary(line) for line in lines if line.name)
     hovered = _columns(frame, xs, _words(xs, named, x_label))
-    return _TEMPLATE.plot(
-        caption, note, keys if len(keys) > 1 else (), frame, summary, x_label, paths, dots, (), hovered
-    )
-
-
-def stacked_chart(
-    caption: str, xs: Sequence[float], layers: Mapping[str, Sequence[Value]], *, unit: str = ""
-) -> Markup:  # fmt: skip
-    """Return a chart of bars per epoch, each a stack of the layers' values; the first layer lies at the bottom.
-
-    With more epochs than `MAX_COLUMNS`, a bar is the mean of neighbours.
-    """
-    if not xs or not layers:
-        return Markup()
-    stretch = -(-len(xs) // MAX_COLUMNS)
-    starts = range(0, len(xs), stretch)
-    stacks = {name: [mean(ys[at : at + stretch]) or 0.0 for at in starts] for name, ys in layers.items()}
-    totals = [sum(column) for column in zip(*stacks.values(), strict=True)]
-    frame = _Frame(*SMALL, (xs[0] - 0.5, xs[-1] + 0.5), (0.0, max(totals) * 1.05 or 1.0))
-    bars, bases = [], [0.0] * len(totals)
-    for color, ys in enumerate(stacks.values()):
-        for index, y in enumerate(ys):
-            start, base = xs[starts[index]] - 0.5, bases[index]
-            bases[index] += y
-            if y > 0:
-                ends = frame.x(start), frame.x(min(start + stretch, xs[-1] + 0.5))
-                bars.append((*ends, frame.y(bases[index]), frame.y(base), f"bar c{color % NUM_COLORS}"))
-    words = []
-    for index, at in enumerate(starts):
-        head = f"epoch {number(xs[at])}" + (f" to {number(xs[min(at + stretch, len(xs)) - 1])}" * (stretch > 1))
-        rows = [f"{name} {number(ys[index], 3)}{unit}" for name, ys in stacks.items() if ys[index]]
-        words.append("\n".join([head, *rows, f"total {number(totals[index], 3)}{unit}"]))
-    middles = [xs[at] + (min(stretch, len(xs) - at) - 1) / 2 for at in starts]
-    note = f"Each bar is the mean of {stretch} epochs." if stretch > 1 else None
-    keys = [(name, f"area c{color % NUM_COLORS}") for color, name in enumerate(layers)]
-    hovered = _columns(frame, middles, words)
-    return _TEMPLATE.plot(caption, note, keys, frame, f"{caption}, stacked", "epoch", (), (), bars, hovered)
-
-
-def share_chart(caption: str, percents: Mapping[str, float]) -> Markup:
-    """Return horizontal bars with their names and percentages, as rows of a table."""
-    return _TEMPLATE.bars(caption, None, [(name, value, f"{number(value)} %") for name, value in percents.items()])
-
-
-def heat_map(
-    caption: str,
-    row_names: Sequence[str],
-    column_names: Sequence[str],
-    cells: Sequence[Sequence[Value]],
-    words: Sequence[Sequence[str]],
-    *,
-    value_range: tuple[float, float],
-) -> Markup:
-    """Return a grid of coloured cells, the first row on top; nothing if there is no cell.
-
-    Args:
-        caption: the name of what is drawn.
-        row_names: a name per row.
-        column_names: a name per column; as many as fit are written below.
-        cells: a value per row and column; None leaves the cell empty.
-        words: words for each cell on hover.
-        value_range: values of the first and the last colour.
-    """
-    width, height, label_width, row_height = WIDE[0], 24 * len(row_names) + _TOP + _BOTTOM, 110, 24
-    if not row_names or not column_names:
-        return Markup()
-    step = (width - label_width - _RIGHT) / len(column_names)
-    places = {"width": width, "height": height, "left": label_width, "top": _TOP, "step": step, "row": row_height}
-    shades = [[bucket(value, value_range) if is_finite(value) else None for value in row] for row in cells]
-    names = [shortened(name, label_width // 7) for name in row_names]
-    every = max(1, math.ceil(len(column_names) * 44 / (width - label_width)))
-    return _TEMPLATE.heat_map(caption, value_range, places, names, shades, words, column_names, every)
+    return _TEMPLATE.plot(caption, note, keys if len(keys) > 1 else (), frame, summary, x_label, paths, dots, hovered)
 
 
 def bucket(value: float, value_range: tuple[float, float]) -> int:
@@ -234,12 +162,6 @@ def bucket(value: float, value_range: tuple[float, float]) -> int:
 def is_finite(value: object) -> TypeGuard[float]:
     """Return True for a number that can be drawn."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def mean(values: Sequence[Value]) -> Value:
-    """Return the mean of the numbers that can be drawn; None if there is none."""
-    finite = [value for value in values if is_finite(value)]
-    return fmean(finite) if finite else None
 
 
 def thinned(ys: Sequence[Value], count: int) -> list[int]:

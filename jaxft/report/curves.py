@@ -1,12 +1,12 @@
 """Charts and tables of a run over its epochs: reward, losses and all other metrics, validations, and timings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup
 
-from jaxft.report.charts import MAX_POINTS, WIDE, Band, Line, Value, is_finite, line_chart, share_chart, stacked_chart
-from jaxft.report.pages import byte_count, duration, number
+from jaxft.report.charts import MAX_POINTS, WIDE, Band, Line, Value, is_finite, line_chart
+from jaxft.report.pages import byte_count, number
 from jaxft.runs import NAMED_REWARD, Row, RunRecords
 
 IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -90,6 +90,10 @@ def _lines(rows: Sequence[Row], keys: Sequence[str]) -> list[Line]:
     return [_line(rows, key, color=color) for color, key in enumerate(keys)]
 
 
+def _named_lines(epochs: Sequence[int], columns: Mapping[str, Sequence[Value]]) -> list[Line]:
+    return [Line(name, epochs, values, color) for color, (name, values) in enumerate(columns.items())]
+
+
 def curves(run: RunRecords) -> dict[str, Any] | None:
     """Return the charts of rewards and metrics; None before the first epoch has ended.
 
@@ -102,8 +106,7 @@ def curves(run: RunRecords) -> dict[str, Any] | None:
     names = dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, int | float))
     shown = {*ELSEWHERE, *(f"{NAMED_REWARD}{name}" for name in run.named_rewards)}
     epochs = [row["epoch"] for row in run.metrics]
-    by_name = [Line(name, epochs, values, color) for color, (name, values) in enumerate(run.named_rewards.items())]
-    important = [line_chart("Rewards by name", by_name)]
+    important = [line_chart("Rewards by name", _named_lines(epochs, run.named_rewards))]
     for caption, wanted in IMPORTANT:
         present = [name for name in wanted if name in names and _varies(rows, name)]
         if present:
@@ -111,8 +114,8 @@ def curves(run: RunRecords) -> dict[str, Any] | None:
             important.append(line_chart(caption, _lines(rows, present), note=note))
             shown |= set(present)
     if ages := [name for name in names if name.startswith(AGES)]:
-        layers = {name.removeprefix(AGES): [row.get(name) or 0.0 for row in rows] for name in ages}
-        important.append(stacked_chart("Tokens by the number of versions behind, fraction", epochs, layers))
+        by_age = _named_lines(epochs, {name.removeprefix(AGES): _column(rows, name) for name in ages})
+        important.append(line_chart("Tokens by the number of versions behind, fraction", by_age))
         shown |= set(ages)
     # Of the timings, some have a chart among the important ones; the others stand in their own section.
     shown |= {name for row in run.timings for name in row}
@@ -191,13 +194,10 @@ def timings(run: RunRecords) -> dict[str, Any] | None:
     layers = {name.removeprefix("seconds_"): _column(rows, name) for name in phases}
     layers["other"] = [max(0.0, (row.get("seconds") or 0.0) - sum(row.get(name) or 0.0 for name in phases))
                        for row in rows]  # fmt: skip
-    totals = {name: sum(values) for name, values in layers.items()}
-    whole = sum(totals.values()) or 1.0
-    shares = {f"{name}, {duration(total)}": round(100 * total / whole, 1) for name, total in totals.items()}
-    figures = [stacked_chart("Seconds by phase", epochs, layers, unit=" s"), share_chart("Share of the time", shares)]
+    figures = [line_chart("Seconds by phase", _named_lines(epochs, layers))]
     if on_device := [name for name in names if name.startswith(ON_DEVICE)]:
         spent = {name.removeprefix(ON_DEVICE): _column(rows, name) for name in on_device}
-        figures.append(stacked_chart("Seconds of the device; idle: it waits for agents", epochs, spent, unit=" s"))
+        figures.append(line_chart("Seconds of the device; idle: it waits for agents", _named_lines(epochs, spent)))
     figures += _memory(run.timings)
     figures += [line_chart(words, [_line(run.timings, name, color=4)]) for name, words in SINGLE_TIMINGS.items()]
     cold = [row for row in run.timings if row not in rows]

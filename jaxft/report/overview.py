@@ -1,7 +1,6 @@
 """A run as a whole: its state and results, its configuration, and what went wrong."""
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,12 +11,6 @@ from jaxft.runs import NAMED_REWARD, Row, RunRecords, reward_figures
 
 MAX_ROWS = 30
 MAX_LOG_LINES = 200
-
-_STAMP = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ")
-_WARNING = re.compile(
-    r"^(WARNING|ERROR|CRITICAL)\b|^warning:|\b(failed|not finite|nonfinite|error|cannot|lost)\b", re.IGNORECASE
-)
-_PROGRESS = re.compile(r"^(\d+/\d+ epochs|---| {4})")
 
 OWN_RESULTS = ("seed", "seconds", "versions", "num_epochs", "jobs_completed", "model")
 """Keys of result.json that the head of the page shows under other names, beside those of rewards."""
@@ -121,18 +114,14 @@ def _value(value: Any) -> str:
 
 
 def faults(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any]:
-    """Return failed episodes, updates that were not made, warnings, and the end of the log."""
+    """Return failed episodes, updates that were not made, and the end of the log."""
     failed = [place for place in places if place.is_failure]
     reports = [(row.get("epoch"), str(row.get("failure", ""))) for row in read_episodes(failed[:MAX_ROWS])]
-    lines = [(line, _STAMP.sub("", line)) for line in run.log_lines()]
-    warnings = [line for line, words in lines if not _PROGRESS.match(words) and _WARNING.search(words)]
     return {
         "counted": list(_count_episodes(run)),
         "bad_batches": sorted(path.name for path in run.path.glob("bad_batches/*.npz")),
         "num_failed": len(failed),
         "failures": [(epoch, report.split("\n", 1)[0][:300], report[:20_000]) for epoch, report in reports],
-        "num_warnings": len(warnings),
-        "warnings": [line[:1000] for line in warnings[-MAX_ROWS:]],
         "log": run.log_tail(MAX_LOG_LINES),
     }
 

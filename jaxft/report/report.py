@@ -22,7 +22,7 @@ from jaxft.report.curves import curves, timings, validation
 from jaxft.report.episodes import browser, make_archive
 from jaxft.report.overview import faults, find_component, overview
 from jaxft.report.pages import render_page
-from jaxft.report.rewards import rewards
+from jaxft.report.rewards import hardest_examples
 from jaxft.report.samples import find_episodes
 from jaxft.runs import SAMPLES_FILE, Console, read_run
 
@@ -90,7 +90,7 @@ def write_report(
         run=records,
         overview=overview(records),
         curves=curves(records),
-        rewards=rewards(records, places),
+        hardest=hardest_examples(records, places),
         validation=validation(records),
         episodes=browser(archive, kept_by),
         timings=timings(records),
