@@ -1,4 +1,4 @@
-"""Supervision of user code in an evaluation: deadlines, threads for blocking code, and a watchdog of the event loop.
+"""Supervision of user code in an evaluation: deadlines, threads for blocking code, and a watch over the event loop.
 
 An episode that does not end when it is cancelled is abandoned, and the run continues without it. Code can be cancelled
 only where it awaits. A thread cannot be cancelled, but its later model calls fail.
@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
+import faulthandler
 import inspect
 import os
 import sys
@@ -16,24 +17,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO, cast
 
 import jaxft
 from jaxft.errors import UserCodeError, user_code
 from jaxft.harness.registry import REGISTRY
 from jaxft.harness.signals import current_shutdown
-from jaxft.rollout.current import context_episode, find_episode
+from jaxft.rollout.current import find_episode
 from jaxft.rollout.recorder import Episode
 
 GRACE_SECONDS = 5.0
 """Time that cancelled code may take to clean up before it is abandoned."""
 BLOCKED_SECONDS = 5.0
-"""Time that code may block the event loop before a message names it."""
+"""Time that code may block the event loop before the stacks of all threads are shown."""
 BEAT_SECONDS = 1.0
-"""Interval at which the watchdog pings the event loop."""
+"""Interval at which the event loop shows that it goes on."""
 
 _LIBRARIES = (
     *{f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -50,15 +50,6 @@ def is_async(function: Callable[..., Any]) -> bool:
     (True, False)
     """
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
-
-
-@dataclass
-class _Block:
-    """An interval in which code blocked the event loop: name and position of the code, and the end of the interval."""
-
-    name: str
-    where: str
-    until: float = float("inf")
 
 
 class Supervisor:
@@ -80,17 +71,15 @@ class Supervisor:
         Args:
             log: shows a message; called from any thread.
             grace_seconds: time that cancelled code may take to clean up before it is abandoned.
-            blocked_seconds: time that code may block the event loop before a message names it; None: any time.
+            blocked_seconds: time that code may block the event loop before standard error has the stacks of all
+                threads; None: any time.
         """
         self.num_abandoned = 0
         self._log = log
         self._grace_seconds = grace_seconds
         self._blocked_seconds = blocked_seconds
         self._names: dict[asyncio.Task[Any], str] = {}
-        self._block: _Block | None = None
-        self._told: set[str] = set()
-        self._lock = threading.Lock()  # guards what follows
-        self._watched: asyncio.AbstractEventLoop | None = None
+        self._is_watched = False
 
     async def run(
         self,
@@ -119,15 +108,18 @@ class Supervisor:
         task = asyncio.create_task(self._call(function, argument, name, run_in_thread), name=name)
         started = time.monotonic()
         self._names[task] = name
-        self._watch()
+        if self._blocked_seconds is not None and not self._is_watched:
+            self._watch(self._blocked_seconds)
         try:
             await asyncio.wait({task}, timeout=seconds)
             is_done = task.done()
         finally:
             await self._end(task)
             del self._names[task]
+            if not self._names:
+                faulthandler.cancel_dump_traceback_later()
         if not is_done:
-            raise TimeoutError(f"{late} within {seconds:g} s{self._blame(started)}") from _where_it_was(task)
+            raise TimeoutError(f"{late} within {seconds:g} s") from _where_it_was(task)
         if task.cancelled():
             raise RuntimeError("it cancelled the task it runs in")
         error = task.exception()
@@ -135,8 +127,8 @@ class Supervisor:
             raise error if isinstance(error, UserCodeError) else UserCodeError(error)
         given, ended = task.result()
         if seconds is not None and ended - started > seconds:  # the event loop was blocked past the deadline
-            blame = self._blame(started) or "; the event loop was blocked meanwhile, by it or by another episode"
-            raise TimeoutError(f"{late} within {seconds:g} s{blame}")
+            blame = "the event loop was blocked meanwhile, by it or by another episode"
+            raise TimeoutError(f"{late} within {seconds:g} s; {blame}")
         return given
 
     async def _call(
@@ -222,71 +214,12 @@ class Supervisor:
             f"({self.num_abandoned} abandoned so far)"
         )
 
-    def _blame(self, started: float) -> str:
-        """Return the end of a time-out's message, which names code that blocked the event loop meanwhile; else ''."""
-        if self._block is None or self._block.until < started:
-            return ""
-        return f"; {self._block.name} blocked the event loop meanwhile, at {self._block.where}"
-
-    def _watch(self) -> None:
-        """Start the watchdog of this event loop unless it runs."""
-        if self._blocked_seconds is None:
-            return
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            if self._watched is loop:
-                return
-            self._watched = loop
-        arguments = (loop, threading.get_ident(), self._blocked_seconds)
-        threading.Thread(target=self._watchdog, args=arguments, name="watchdog", daemon=True).start()
-
-    def _watchdog(self, loop: asyncio.AbstractEventLoop, thread: int, blocked_seconds: float) -> None:
-        """Ping the event loop while user code runs, and log the code that blocks it."""
-        while True:
-            beat = threading.Event()
-            with self._lock:
-                if self._watched is not loop:
-                    return
-                if not self._names or loop.is_closed():
-                    self._watched = None
-                    return
-            with contextlib.suppress(RuntimeError):  # the loop has been closed just now
-                loop.call_soon_threadsafe(beat.set)
-            if not beat.wait(blocked_seconds) and not loop.is_closed():
-                self._tell(loop, thread, blocked_seconds)
-                while not beat.wait(BEAT_SECONDS) and not loop.is_closed():
-                    pass
-                if self._block is not None:
-                    self._block.until = time.monotonic()
-            time.sleep(min(BEAT_SECONDS, blocked_seconds))
-
-    def _tell(self, loop: asyncio.AbstractEventLoop, thread: int, blocked_seconds: float) -> None:
-        """Record the code that blocks the event loop, and log it once per name."""
-        task, frame = asyncio.current_task(loop), sys._current_frames().get(thread)
-        if task is None or frame is None:
-            return
-        name, where = self._task_name(task), innermost_user_frame(traceback.walk_stack(frame))
-        if where is None and task not in self._names:  # jaxft itself, such as tokenising
-            return
-        where = where or "a place in a library"
-        self._block = _Block(name, where)
-        if name in self._told:
-            return
-        self._told.add(name)
-        self._log(
-            f"{name} has blocked the event loop for {blocked_seconds:g} s, at {where}; all other episodes and "
-            "all deadlines wait for it: await there, or let it run in a thread, as a workflow that is a plain function "
-            "(def) and asks with llm.chat_sync does, and a plain evaluator that has timeout_seconds"
-        )
-
-    def _task_name(self, task: "asyncio.Task[Any]") -> str:
-        if task in self._names:
-            return self._names[task]
-        if sys.version_info >= (3, 12):  # the context of a task tells its episode
-            episode = context_episode(task.get_context())
-            if episode is not None:
-                return named(episode)
-        return f"task '{task.get_name()}'"
+    def _watch(self, seconds: float) -> None:
+        """Show the stacks of all threads if this event loop stands still for so long while user code runs."""
+        self._is_watched = bool(self._names)
+        if self._is_watched:
+            faulthandler.dump_traceback_later(seconds, file=cast(TextIO, sys.__stderr__))
+            asyncio.get_running_loop().call_later(BEAT_SECONDS, self._watch, seconds)
 
 
 def named(episode: Episode) -> str:

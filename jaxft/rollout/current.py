@@ -46,11 +46,6 @@ def find_episode() -> Episode | None:
     return _current.get(None)
 
 
-def context_episode(context: contextvars.Context) -> Episode | None:
-    """Return the current episode of another context."""
-    return context.get(_current)
-
-
 def in_episode(wrapped: Callable[P, T]) -> Callable[P, T]:
     """Wrap a function so that it runs in the current episode, in any thread or task.
 
