@@ -7,7 +7,6 @@ signal to the launcher goes to all.
 import contextlib
 import os
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -20,7 +19,6 @@ from typing import IO
 
 from jaxft.errors import HostsError
 from jaxft.hosts.start import LAUNCHER, QUIET, VARIABLES
-from jaxft.hosts.store import AUTHKEY
 
 GRACE_SECONDS = 30.0
 """Time that processes have to end by themselves after one of them has failed."""
@@ -111,7 +109,6 @@ def process_environments(num_processes: int, environment: Mapping[str, str]) -> 
     shared = dict(environment) | {
         VARIABLES["coordinator"]: f"127.0.0.1:{port}",
         VARIABLES["num_processes"]: str(num_processes),
-        AUTHKEY: environment.get(AUTHKEY, secrets.token_hex(16)),
         "PYTHONUNBUFFERED": "1",
         QUIET: environment.get(QUIET, "4"),
         LAUNCHER: f"jaxft launch -n {num_processes} ",

@@ -1,38 +1,25 @@
 """The meeting of the processes of a run at the coordinator's address, before that of JAX.
 
 JAX ends a process with a C++ trace if another one is missing. Here each fault is one sentence, in every process that
-has come. Strangers may connect, too: what comes is one line of JSON, signed.
+has come. Each comes with a line of JSON, and process 0 answers all of them once they are there.
 """
 
-import asyncio
 import contextlib
 import ipaddress
-import logging
-import os
-import secrets
+import json
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping
 from typing import Any
 
 from jaxft.errors import HostsError
-from jaxft.hosts.store import AUTHKEY, Store, sealed, unsealed
 
-logger = logging.getLogger(__name__)
-
-HANDSHAKE_SECONDS = 10.0
-"""Time that a connection has to introduce itself."""
+HANDSHAKE_SECONDS = 2.0
+"""Time that a connection has to introduce itself; others wait meanwhile."""
 
 
-def meet(
-    address: str,
-    process_id: int,
-    num_processes: int,
-    about: Mapping[str, str],
-    *,
-    within_seconds: float,
-    on_loss: Callable[[int], object],
-) -> Store:
-    """Wait for the other processes, and return the store of all, which is to be connected.
+def meet(address: str, process_id: int, num_processes: int, about: Mapping[str, str], *, within_seconds: float) -> None:
+    """Wait for the other processes.
 
     Args:
         address: host and port of process 0, as in `10.0.0.1:1234`.
@@ -40,7 +27,6 @@ def meet(
         num_processes: number of processes.
         about: facts that have to be the same in all processes, by name.
         within_seconds: time that the others have to come.
-        on_loss: called once, in a thread, with the number of a process that is lost later.
 
     Raises:
         HostsError: a process is missing, process 0 is, two have the same number, or they differ.
@@ -52,13 +38,13 @@ def meet(
             f"{num_processes}"
         )
     own = {"process_id": process_id, "num_processes": num_processes, "about": dict(about)}
-    if process_id == 0 and not is_loopback(host) and AUTHKEY not in os.environ:
-        logger.warning("%s is not set: whoever reaches port %d can speak for a process of this run", AUTHKEY, port)
-    if process_id == 0:
-        run = asyncio.run(_receive(interface(host), port, own, within_seconds))
-    else:
-        run = asyncio.run(_visit(host, port, own, within_seconds))
-    return Store(process_id, num_processes, (host, port), run, on_loss)
+    fault = (
+        _receive(interface(host), port, own, within_seconds)
+        if process_id == 0
+        else _visit(host, port, own, within_seconds)
+    )
+    if fault is not None:
+        raise HostsError(fault)
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -96,54 +82,42 @@ def interface(host: str) -> str:
     return "" if not is_loopback(host) and any(map(is_loopback, known)) else host
 
 
-async def _receive(host: str, port: int, own: Mapping[str, Any], within_seconds: float) -> str:
-    """Receive the other processes as process 0, and return the word of this run."""
-    came: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
-    fault: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()  # None once all have come
-
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
-                visitor = unsealed((await reader.readline()).decode().strip(), "introduction")
-                process_id = int(visitor["process_id"])
-                await asyncio.sleep(0.1)  # the end of a connection is read after what came before
-            for gone in [known for known, (before, _) in came.items() if before.at_eof()]:  # it may come again
-                del came[gone]
-            why_not = _why_refused(process_id, visitor, own, came)
-        except HostsError:  # it has another secret, as it sees from the answer's signature
-            return await _answer(writer, {"fault": "another secret"})
-        except (Exception, asyncio.CancelledError):  # whatever a stranger says, also nothing until the meeting is over
-            return writer.transport.abort()
-        came[process_id if why_not is None else -1] = reader, writer
-        if not fault.done() and (why_not is not None or len(came) == own["num_processes"] - 1):
-            fault.set_result(why_not)
-
+def _receive(host: str, port: int, own: Mapping[str, Any], within_seconds: float) -> str | None:
+    """Receive the other processes as process 0, tell them of a fault if there is one, and return it."""
+    came: dict[int, socket.socket] = {}
+    fault, deadline = None, time.monotonic() + within_seconds
     try:
-        server = await asyncio.start_server(greet, host, port, limit=2**16, backlog=1024)
+        server = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         raise HostsError(
             f"process 0 cannot listen at {host}:{port} ({error.strerror}): choose another port, and an address of this "
             "machine"
         ) from None
-    try:
-        said = await asyncio.wait_for(fault, within_seconds)
-    except TimeoutError:
-        missing = [str(index) for index in range(1, own["num_processes"]) if index not in came]
-        named = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)} of {own['num_processes']}"
-        said = f"{named} did not come to port {port} within {within_seconds:g} s"
-    server.close()
-    run = secrets.token_hex(16)
-    for _, writer in came.values():
-        await _answer(writer, {"fault": said, "run": run})
-    if said is not None:
-        raise HostsError(said)
-    return run
+    with contextlib.ExitStack() as connections:
+        connections.enter_context(server)
+        while fault is None and len(came) < own["num_processes"] - 1:
+            server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                connection = connections.enter_context(server.accept()[0])
+            except TimeoutError:
+                missing = [str(index) for index in range(1, own["num_processes"]) if index not in came]
+                named = f"process{'es' if len(missing) > 1 else ''} {', '.join(missing)} of {own['num_processes']}"
+                fault = f"{named} did not come to port {port} within {within_seconds:g} s"
+                break
+            try:
+                visitor = _read(connection, HANDSHAKE_SECONDS)
+                fault = _why_refused(visitor, own, came)
+                came[visitor["process_id"] if fault is None else -1] = connection
+            except (OSError, ValueError, KeyError, TypeError):  # a stranger
+                connection.close()
+        for connection in came.values():
+            with contextlib.suppress(OSError):  # of one that has just gone
+                _send(connection, {"fault": fault})
+    return fault
 
 
-def _why_refused(
-    process_id: int, visitor: Mapping[str, Any], own: Mapping[str, Any], came: Mapping[int, Any]
-) -> str | None:
-    count, mine = visitor["num_processes"], own["num_processes"]
+def _why_refused(visitor: Mapping[str, Any], own: Mapping[str, Any], came: Mapping[int, Any]) -> str | None:
+    process_id, count, mine = visitor["process_id"], visitor["num_processes"], own["num_processes"]
     if count != mine:
         return f"process {process_id} has {count} processes, and process 0 has {mine}: give both one number"
     if process_id == 0 or process_id in came:
@@ -155,39 +129,34 @@ def _why_refused(
     return None
 
 
-async def _answer(writer: asyncio.StreamWriter, answer: Mapping[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # of one that has just gone
-        writer.write(f"{sealed(answer, 'answer')}\n".encode())
-        await writer.drain()
-    writer.close()
+def _visit(host: str, port: int, own: Mapping[str, Any], within_seconds: float) -> str | None:
+    """Go to process 0, where nobody may listen yet, and return the fault of the meeting."""
+    place, deadline = f"{host}:{port}", time.monotonic() + within_seconds
+    while True:
+        try:
+            connection = socket.create_connection((host, port), max(0.01, deadline - time.monotonic()))
+            break
+        except OSError:
+            if time.monotonic() > deadline:
+                raise HostsError(
+                    f"process {own['process_id']}: no process 0 answers at {place} within {within_seconds:g} s: start "
+                    "it there, and see that the port is open"
+                ) from None
+            time.sleep(0.1)
+    with connection:
+        try:
+            _send(connection, own)
+            return _read(connection, within_seconds + HANDSHAKE_SECONDS)["fault"]
+        except (OSError, ValueError, KeyError, TypeError):
+            raise HostsError(f"process 0 at {place} has gone before all had come") from None
 
 
-async def _visit(host: str, port: int, own: Mapping[str, Any], within_seconds: float) -> str:
-    """Go to process 0, where nobody may listen yet, and return the word of this run."""
-    place = f"{host}:{port}"
-    try:
-        async with asyncio.timeout(within_seconds):
-            while True:
-                with contextlib.suppress(OSError):
-                    reader, writer = await asyncio.open_connection(host, port)
-                    break
-                await asyncio.sleep(0.1)
-        writer.write(f"{sealed(own, 'introduction')}\n".encode())
-        async with asyncio.timeout(within_seconds + HANDSHAKE_SECONDS):
-            line = await reader.readline()
-        writer.close()
-        if not line:
-            raise ConnectionError
-        answer = unsealed(line.decode().strip(), "answer")
-    except TimeoutError:
-        raise HostsError(
-            f"process {own['process_id']}: no process 0 answers at {place} within {within_seconds:g} s: start it "
-            "there, and see that the port is open"
-        ) from None
-    except OSError:
-        raise HostsError(f"process 0 at {place} has gone before all had come") from None
-    except (HostsError, ValueError):
-        raise HostsError(f"process 0 at {place} has another {AUTHKEY}: give all processes the same") from None
-    if answer["fault"] is not None:
-        raise HostsError(answer["fault"])
-    return str(answer["run"])
+def _send(connection: socket.socket, said: Mapping[str, Any]) -> None:
+    connection.sendall(json.dumps(said).encode() + b"\n")
+
+
+def _read(connection: socket.socket, seconds: float) -> Any:
+    """Return the value of the next line."""
+    connection.settimeout(seconds)
+    with connection.makefile("rb") as lines:
+        return json.loads(lines.readline(2**16))

@@ -171,9 +171,8 @@ def join(place: ProcessPlace, about: Mapping[str, str], on_loss: Callable[[int],
     Raises:
         HostsError: a process is missing, or the processes differ.
     """
-    store = meet(
-        place.coordinator, place.process_id, place.num_processes, about, within_seconds=MEETING_SECONDS, on_loss=on_loss
-    )
+    meet(place.coordinator, place.process_id, place.num_processes, about, within_seconds=MEETING_SECONDS)
+    store = Store(place.process_id, place.num_processes, parse_address(place.coordinator), on_loss)
     os.environ.setdefault(QUIET, "4")
     import jax  # after the meeting: a process that waits for others needs no devices
     from jax._src.distributed import global_state  # there is no public name of the client; orbax takes it from here

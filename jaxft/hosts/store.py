@@ -1,16 +1,13 @@
 """Values that the processes of a run share, and the end of each, by the coordination service of JAX in process 0.
 
-A value is JSON under a key of the service, and signed. The heartbeats of the service come from a thread without Python:
+A value is JSON under a key of the service. The heartbeats of the service come from a thread without Python:
 a process that is busy is not taken for lost, one that is killed or stopped is.
 """
 
 import contextlib
 import ctypes
-import hashlib
-import hmac
 import itertools
 import json
-import os
 import signal
 import socket
 import threading
@@ -21,9 +18,6 @@ from functools import partial
 from typing import Any
 
 from jaxft.errors import HostsError, ProcessEndedError
-
-AUTHKEY = "JAXFT_AUTHKEY"
-"""Environment variable with a secret of the processes of a run, which sign with it what they send each other."""
 
 HEARTBEAT_SECONDS = 7
 """Time after which a process without a heartbeat counts as lost."""
@@ -43,34 +37,6 @@ NEWS = "news"
 ENDED, FAILED = "ended", "failed"
 
 
-def sealed(value: Any, place: str) -> str:
-    """Return a value as JSON behind its signature, which is good for this place alone.
-
-    Raises:
-        TypeError, ValueError: JSON does not have the value.
-    """
-    content = json.dumps(value, separators=(",", ":"))
-    return f"{_signature(content, place)} {content}"
-
-
-def unsealed(text: str, place: str) -> Any:
-    """Return the value of a text that `sealed` made for the same place.
-
-    Raises:
-        HostsError: it was signed with another secret, or for another place.
-        ValueError: it is no JSON.
-    """
-    signature, _, content = text.partition(" ")
-    if not hmac.compare_digest(signature.encode(), _signature(content, place).encode()):
-        raise HostsError(f"'{place}' comes from a process with another {AUTHKEY}: give all processes the same")
-    return json.loads(content)
-
-
-def _signature(content: str, place: str) -> str:
-    secret = os.environ.get(AUTHKEY, "").encode()
-    return hmac.new(secret, f"{place}\n{content}".encode(), hashlib.sha256).hexdigest()
-
-
 class Store:
     """The values that one process shares with the others, with threads that hear of their signals, ends and losses.
 
@@ -81,7 +47,7 @@ class Store:
     """
 
     def __init__(
-        self, process_id: int, num_processes: int, address: tuple[str, int], run: str, on_loss: Callable[[int], object]
+        self, process_id: int, num_processes: int, address: tuple[str, int], on_loss: Callable[[int], object]
     ) -> None:
         """Connect nothing yet.
 
@@ -89,14 +55,13 @@ class Store:
             process_id: number of this process.
             num_processes: number of processes.
             address: host and port of process 0.
-            run: a word that no other run has, so that what was signed for one is worth nothing in another.
             on_loss: called once, in a thread, with the number of a process that has gone without `close`, or has ended
                 with an error some seconds ago.
         """
         self.process_id, self.num_processes = process_id, num_processes
         self.on_stop: Callable[[int], object] = lambda number: None
         self._client: Any = None  # of JAX's coordination service
-        self._address, self._run, self._on_loss = address, run, on_loss
+        self._address, self._on_loss = address, on_loss
         self._numbers = defaultdict[str, Iterator[int]](itertools.count)  # of the next exchange, by name
         self._own_news: dict[str, Any] = {}
         self._news: dict[int, dict[str, Any]] = {}
@@ -123,11 +88,10 @@ class Store:
 
         Raises:
             ProcessEndedError: a process has gone, or has ended before it gave its value.
-            HostsError: a value is signed with another secret.
             TypeError, ValueError: JSON does not have the value.
         """
         place = f"{name} {next(self._numbers[name])}"
-        content = sealed(value, f"{self._run}/{place}/values/{self.process_id}")
+        content = json.dumps(value)
         try:
             self._client.key_value_set(f"{place}/values/{self.process_id}", content)
             if self._client.key_value_increment(f"{place}/given", 1) == self.num_processes:
@@ -250,7 +214,7 @@ class Store:
         self._own_news |= news
         place = f"{NEWS}/values/{self.process_id}"
         with contextlib.suppress(RuntimeError):  # if the service has gone, nobody hears of it any more
-            self._client.key_value_set(place, sealed(self._own_news, f"{self._run}/{place}"), allow_overwrite=True)
+            self._client.key_value_set(place, json.dumps(self._own_news), allow_overwrite=True)
 
     def _has(self, key: str) -> bool:
         """Wait a moment for a key of the service, and return True if it is there."""
@@ -265,7 +229,7 @@ class Store:
     def _read(self, folder: str) -> dict[int, Any]:
         """Return the values of a folder, by process."""
         found = self._client.key_value_dir_get(f"{folder}/values/")
-        return {int(key.rpartition("/")[2]): unsealed(text, f"{self._run}/{key}") for key, text in found}
+        return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
     def _ended_before(self, process_id: int, name: str) -> str:
         return f"process {process_id} of {self.num_processes} has ended before it sent '{name}'"

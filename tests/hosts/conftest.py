@@ -26,7 +26,7 @@ def connected(port, count, heard):
     with ThreadPoolExecutor(count) as pool:
         list(pool.map(lambda client: client.connect(), clients))
         stores = [
-            Store(index, count, ("127.0.0.1", port), "run", lambda lost, index=index: heard.append((index, lost)))
+            Store(index, count, ("127.0.0.1", port), lambda lost, index=index: heard.append((index, lost)))
             for index in range(count)
         ]
         for store, client in zip(stores, clients, strict=True):

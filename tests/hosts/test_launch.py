@@ -17,7 +17,6 @@ from jaxft.hosts.launch import launch, process_environments
 def test_each_process_is_told_its_place():
     first, second = process_environments(2, {"HOME": "/h"})
     assert first["JAXFT_COORDINATOR"] == second["JAXFT_COORDINATOR"]
-    assert first["JAXFT_AUTHKEY"] == second["JAXFT_AUTHKEY"] != process_environments(2, {})[0]["JAXFT_AUTHKEY"]
     assert [each["JAXFT_PROCESS_ID"] for each in (first, second)] == ["0", "1"]
     assert first["JAXFT_NUM_PROCESSES"] == "2" and first["HOME"] == "/h"
 

@@ -1,14 +1,12 @@
 """Processes share values by JAX's coordination service, and hear of each other's end; here each is a thread."""
 
-import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxft.errors import HostsError, ProcessEndedError
+from jaxft.errors import ProcessEndedError
 from jaxft.hosts import store as store_module
-from jaxft.hosts.store import AUTHKEY, sealed, unsealed
 
 
 def each(stores, work):
@@ -83,38 +81,6 @@ def test_one_that_ends_with_an_error_has_time_to_show_it(stores, lost, monkeypat
     assert lost == [(1, 2)]
     time.sleep(0.8)
     assert lost == [(1, 2), (0, 2)]  # process 0 hangs, and so hears of it in the end
-
-
-class Stranger:
-    """A pickle that leaves a file behind when it is read."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __reduce__(self):
-        return open, (str(self.mark), "w")
-
-
-def test_what_a_stranger_gives_is_refused_and_no_code(stores, monkeypatch, tmp_path):
-    code = pickle.dumps(Stranger(tmp_path / "mark")).hex()
-    monkeypatch.setenv(AUTHKEY, "another")
-    forged = sealed("forged", "run/value 0/values/1")
-    monkeypatch.setenv(AUTHKEY, "secret")
-    for name, text in (("value", forged), ("code", code), ("plain", '"forged"')):
-        stores[2]._client.key_value_set(f"{name} 0/values/1", text)
-        with pytest.raises(RuntimeError):  # a key is not given twice
-            stores[1].share(name, "true")
-        stores[2]._client.key_value_set(f"{name} 0/complete", "")
-        with pytest.raises(HostsError, match=f"another {AUTHKEY}"):
-            stores[0].share(name, None)
-    assert not (tmp_path / "mark").exists()
-
-
-def test_a_signature_is_good_for_one_place(monkeypatch):
-    monkeypatch.setenv(AUTHKEY, "secret")
-    assert unsealed(sealed([1], "here"), "here") == [1]
-    with pytest.raises(HostsError, match="'there' comes from a process with another"):
-        unsealed(sealed([1], "here"), "there")
 
 
 def test_what_json_does_not_have_is_refused(stores):
