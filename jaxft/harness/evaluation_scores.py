@@ -1,27 +1,22 @@
-"""Scores over several generations of each example: pass@k, best@k and maj@k, and the difference of two evaluations.
+"""Scores over several generations of each example, pass@k, best@k and maj@n, and the difference of two evaluations.
 
-Of n generations of an example, every subset of k has the same chance. Each score is its exact mean over all of them,
-which is unbiased for k new generations (Chen et al. 2021, https://arxiv.org/abs/2107.03374, of pass@k), and then the
-mean over examples.
+Of n generations of an example, every subset of k has the same chance. pass@k and best@k are exact means over all of
+them, which are unbiased for k new generations (Chen et al. 2021, https://arxiv.org/abs/2107.03374, of pass@k), and then
+means over examples.
 """
 
 import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-import numpy as np
 import scipy
 from pydantic_core import to_jsonable_python
 
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.runs.metrics import NAMED_REWARD
-
-MAX_VOTES = 1000
-"""Most generations of an example for which maj@k is computed: with more, the number of subsets exceeds a float."""
 
 
 class ScoredEpisode(NamedTuple):
@@ -75,40 +70,18 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
     return math.fsum(reward * (math.comb(rank, k - 1) / subsets) for rank, reward in enumerate(sorted(rewards)))
 
 
-def maj_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int) -> float:
-    """Return the chance that the most frequent of k answers passes; of equally frequent ones each has the same chance.
+def majority(answers: Sequence[str | None], passed: Sequence[bool]) -> float:
+    """Return the chance that the most frequent answer passes; of equally frequent ones each has the same chance.
 
-    An answer passes as often as its episodes did. None has no vote; k episodes without a vote do not pass.
+    An answer passes as often as its episodes did. None has no vote; without any vote nothing passes.
 
-    >>> maj_at_k(["7", "8", "7"], [True, False, True], 3)
-    1.0
-    >>> round(maj_at_k(["7", "8", "7"], [True, False, True], 2), 4)  # of three pairs one is unanimous and two are ties
-    0.6667
+    >>> majority(["7", "8", "7"], [True, False, True]), majority(["7", "8"], [True, False])
+    (1.0, 0.5)
     """
-    votes, passing = Counter(answers), Counter(answer for answer, passes in zip(answers, passed, strict=True) if passes)
-    counted = sorted((count, passing[answer]) for answer, count in votes.items() if answer is not None)
-    return _majority(tuple(counted), len(answers), k)
-
-
-@lru_cache(maxsize=4096)  # many examples have alike votes
-def _majority(votes: tuple[tuple[int, int], ...], num_generations: int, k: int) -> float:
-    """Return `maj_at_k` of answers with so many votes, each with how many of them pass; other generations have none."""
-    without = num_generations - sum(count for count, _ in votes)
-    expected = 0.0
-    for top in range(1, min(k, max((count for count, _ in votes), default=0)) + 1):  # the number of votes of the winner
-        # Number of ways to draw, and its sum weighted by the winners that pass: [number of drawn, number of winners].
-        ways = np.zeros((k + 1, k // top + 1))
-        ways[:, 0], won = [math.comb(without, drawn) for drawn in range(k + 1)], np.zeros_like(ways)
-        for count, passing in votes:
-            before, won_before, ways, won = ways, won, np.zeros_like(ways), np.zeros_like(won)
-            for drawn in range(min(count, top) + 1):
-                wins = int(drawn == top)
-                source = slice(0, k + 1 - drawn), slice(0, k // top + 1 - wins)
-                gained = won_before[source] + wins * passing / count * before[source]
-                ways[drawn:, wins:] += math.comb(count, drawn) * before[source]
-                won[drawn:, wins:] += math.comb(count, drawn) * gained
-        expected += float((won[k, 1:] / np.arange(1, k // top + 1)).sum())
-    return expected / math.comb(num_generations, k)
+    votes = Counter(answer for answer in answers if answer is not None)
+    passing = Counter(answer for answer, passes in zip(answers, passed, strict=True) if passes)
+    most = max(votes.values(), default=0)
+    return fmean([passing[answer] / most for answer, count in votes.items() if count == most] or [0.0])
 
 
 def evaluation_scores(
@@ -116,8 +89,8 @@ def evaluation_scores(
 ) -> dict[str, float]:
     """Return scores by name, such as `pass@4`, `reward/style` and `level=hard/pass@4`.
 
-    With several generations of each example there are `pass@k`, `maj@k` and `best@k` for the powers of 2 up to their
-    number, and for that number.
+    With several generations of each example there are `pass@k` and `best@k` for the powers of 2 up to their number, and
+    for that number, for which alone there is `maj@k`.
 
     Args:
         episodes: all generations of some examples.
@@ -164,11 +137,9 @@ def _scores_at_k(episodes: Sequence[ScoredEpisode], pass_threshold: float) -> di
     scores: dict[str, float] = {}
     for k in sorted({2**power for power in range(count.bit_length())} | {count}):
         scores[f"pass@{k}"] = fmean(pass_at_k(len(group), sum(group), k) for group in passed)
-        if count <= MAX_VOTES:
-            scores[f"maj@{k}"] = fmean(map(maj_at_k, answers, passed, [k] * len(answers)))
         if best := [best_at_k(group, k) for group in usable if len(group) >= k]:
             scores[f"best@{k}"] = fmean(best)
-    return scores
+    return scores | {f"maj@{count}": fmean(map(majority, answers, passed))}
 
 
 def _answer(episode: ScoredEpisode) -> str | None:
