@@ -23,7 +23,6 @@ import re
 import string
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field, PlainSerializer, PlainValidator, field_validator
@@ -32,7 +31,7 @@ from jaxft.errors import ComponentError, ConfigError, one_line
 from jaxft.harness.config_types import LLMRef, config_error
 from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.evaluators import is_number
-from jaxft.harness.functions import function_name, function_place, import_function
+from jaxft.harness.functions import Function, function_name, import_function
 from jaxft.harness.registry import EvaluatorConfig, GroupEvaluatorConfig
 from jaxft.harness.steps import IntermediateStepType
 from jaxft.harness.supervision import innermost_user_frame, is_async
@@ -46,25 +45,23 @@ Score = Callable[[list[EvalInputItem]], Any]
 _SCORE = re.compile(r"(?:score\s*[:=]\s*)?(-?(?:\d+(?:\.\d*)?|\.\d+))", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class RewardFunction:
-    """A reward function, and what its signature says.
+class RewardFunction(Function):
+    """A reward function."""
 
-    Attributes:
-        function: the function, sync or async.
-        name: its name in metrics.
-        place: its name, file and line, for messages.
-        required: parameters without a default.
-        taken: all parameters; None if it takes any keyword.
-        is_of_one: True if it scores one completion.
-    """
+    @property
+    def is_of_one(self) -> bool:
+        """True if it scores one completion."""
+        return next(iter(inspect.signature(self.call).parameters), "") == "completion"
 
-    function: Callable[..., Any]
-    name: str
-    place: str
-    required: tuple[str, ...]
-    taken: tuple[str, ...] | None
-    is_of_one: bool
+    @property
+    def metric(self) -> str:
+        """Its name in metrics."""
+        return self.name.partition(":")[2]
+
+    @property
+    def place(self) -> str:
+        """Its name, file and line, for messages."""
+        return f"reward function {super().place}"
 
     def check_columns(self, keywords: Sequence[str]) -> None:
         """Raise a ValueError that names the parameter unless every required one is among the keywords."""
@@ -89,25 +86,22 @@ class RewardFunction:
         self.check_columns(tuple(keywords))
         count = len(keywords["completions"])
         if not self.is_of_one:
-            return self._check_rewards(await self._call(self._accepted_keywords(keywords), in_thread), count)
+            return self._check_rewards(await self._call(keywords, in_thread), count)
         singular = {many: one for one, many in OF_ONE.items()}
 
         async def reward(index: int) -> float | Exception | None:
             own = {singular.get(name, name): values[index] for name, values in keywords.items()}
             try:
-                return self._number(await self._call(self._accepted_keywords(own), in_thread), index)
+                return self._number(await self._call(own, in_thread), index)
             except RuntimeError as error:
                 return error
 
         return list(await asyncio.gather(*(reward(index) for index in range(count))))
 
-    def _accepted_keywords(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in keywords.items() if self.taken is None or name in self.taken}
-
     async def _call(self, keywords: Mapping[str, Any], in_thread: bool) -> Any:
-        call = functools.partial(self.function, **keywords)
+        call = functools.partial(self.call, **self.select_keywords(keywords))
         try:
-            given = await asyncio.to_thread(call) if in_thread and not is_async(self.function) else call()
+            given = await asyncio.to_thread(call) if in_thread and not is_async(self.call) else call()
             return await given if inspect.isawaitable(given) else given
         except Exception as error:
             frames = list(traceback.walk_tb(error.__traceback__))[::-1]
@@ -143,26 +137,10 @@ def reward_function(given: Any) -> RewardFunction:
     function = import_function(given) if isinstance(given, str) else given
     if not callable(function) or isinstance(function, type):
         raise ValueError(f"{repr(given)[:100]} is no function: wanted is one of completions that returns their rewards")
-    place = f"reward function {function_place(function)}"
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        raise ValueError(f"{place} tells no parameters: wrap it in a function of completions") from None
-    for parameter in parameters:
-        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise ValueError(f"{place} takes '{parameter.name}' by position only: wrap it in a function of completions")
-    by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    if not by_name and not takes_all:
-        raise ValueError(f"{place} takes no keywords, such as completions")
-    return RewardFunction(
-        function=function,
-        name=function_name(function).partition(":")[2],
-        place=place,
-        required=tuple(each.name for each in by_name if each.default is each.empty),
-        taken=None if takes_all else tuple(each.name for each in by_name),
-        is_of_one=bool(by_name) and by_name[0].name == "completion",
-    )
+    made = RewardFunction(function, function_name(function), digest="")
+    if made.keywords == ():
+        raise ValueError(f"{made.place} takes no keywords, such as completions")
+    return made
 
 
 def load_reward_functions(reward: Any, examples: Sequence[EvalInputItem]) -> list[RewardFunction]:
@@ -184,7 +162,7 @@ def load_reward_functions(reward: Any, examples: Sequence[EvalInputItem]) -> lis
 
 def check_functions(functions: Sequence[RewardFunction], examples: Sequence[EvalInputItem]) -> None:
     """Raise a ConfigError unless the functions can be told apart, and take what the columns of all examples have."""
-    names = [function.name for function in functions]
+    names = [function.metric for function in functions]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError([f"reward: two functions are named '{name}', as their metrics would be: rename one"])
@@ -210,7 +188,7 @@ class RewardFunctionsConfig(GroupEvaluatorConfig, name="reward_functions"):
         Annotated[
             RewardFunction,
             PlainValidator(_validate_functions),
-            PlainSerializer(lambda given: function_name(given.function)),
+            PlainSerializer(lambda given: given.name),
         ],
         ...,
     ] = Field(
@@ -227,7 +205,7 @@ async def reward_functions(config: RewardFunctionsConfig, builder: Any) -> Async
         ConfigError: a function takes a parameter that is neither a column nor one of a reward function's.
     """
     check_functions(config.functions, await builder.get_dataset())
-    with_ids = any("completion_ids" in (each.taken or ()) for each in config.functions)
+    with_ids = any("completion_ids" in (each.keywords or ()) for each in config.functions)
     in_thread = config.timeout_seconds is not None  # a blocking function would block the clock, too
 
     async def score(items: list[EvalInputItem]) -> list[dict[str, float | None] | Exception]:
@@ -246,7 +224,7 @@ def _rewards_by_name(
     for function, reward in zip(functions, rewards, strict=True):
         if isinstance(reward, Exception):
             return reward
-        named[function.name] = reward
+        named[function.metric] = reward
     return named
 
 

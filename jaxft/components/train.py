@@ -136,7 +136,7 @@ def train(
         held_out = read_examples(validation, {})
         check_functions(functions, held_out)
         mapping["eval"]["validation"] = {"dataset": InMemoryDatasetConfig(items=tuple(held_out))}
-    weights = weights_by_name(reward_weights, [function.name for function in functions])
+    weights = weights_by_name(reward_weights, [function.metric for function in functions])
     formula = formula_field(loss) | {"advantages": advantages, "beta": beta, "reward_weights": weights}
     mapping["trainer_adapters"]["local"] |= {"loss": formula, "optimizer": formula_field(optimizer)}
     mapping["trainers"]["loop"] |= {"on_trajectories": on_trajectories, "on_epoch_end": on_epoch_end}

@@ -118,7 +118,7 @@ def test_functions_are_checked_at_the_door():
         (lambda text: [1.0], "takes 'text', but there are completions, prompts, completion_ids, answer"),
         (lambda completion, anwser: 1.0, "'anwser'"),
         (lambda: [1.0], "takes no keywords"),
-        (len, "'len' takes 'obj' by position only"),
+        (len, "'len' takes no keywords"),
         (int, "<class 'int'> is no function"),
         ("a judge", "'a judge' is no place of a function"),
         (3, "3 is no function"),
@@ -128,7 +128,7 @@ def test_functions_are_checked_at_the_door():
         with pytest.raises(ConfigError) as caught:
             load_reward_functions(reward, examples)
         assert shown in str(caught.value)
-    assert [each.name for each in load_reward_functions([broken, lambda completions: [1.0]], examples)] == [
+    assert [each.metric for each in load_reward_functions([broken, lambda completions: [1.0]], examples)] == [
         "broken",
         "<lambda>",
     ]
