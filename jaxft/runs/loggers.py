@@ -1,8 +1,8 @@
 """Loggers of a run: what they are told, and the threads that tell them without ever holding up or ending the run.
 
 A logger subclasses `RunLogger` and overrides the methods that it wants. `Loggers` queues the calls of all of them. Each
-logger has a thread of its own, which makes its calls one after the other. A call that raises is counted and shown; a
-logger that fails again and again is switched off. The end of a run waits for one that hangs within its time limit only.
+logger has a thread of its own, which makes its calls one after the other. A call that raises is counted and shown. The
+end of a run waits for one that hangs within its time limit only.
 """
 
 import asyncio
@@ -15,19 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxft.errors import UserCodeError, one_line, user_code
+from jaxft.errors import UserCodeError, user_code
 from jaxft.redaction import map_texts, redacted
 from jaxft.runs.console import Console
 from jaxft.runs.files import PLOT_FILE
 
-MAX_FAILURES = 3
-"""Number of failed calls in a row that switches a logger off."""
-
 CALL_SECONDS = 120.0
 """Time that the end of a run waits for the calls that are left."""
-
-MAX_WAITING = 1000
-"""Number of calls that may wait for a slow logger; further ones are dropped."""
 
 ARTIFACTS: dict[Literal["reward_plot", "report"], str] = {"reward_plot": PLOT_FILE, "report": "report.html"}
 """Files of the run directory that are logged at the end of a run, if they are there."""
@@ -120,8 +114,8 @@ class Loggers:
 
     @property
     def failures(self) -> int:
-        """Number of calls up to now that failed or were dropped."""
-        return sum(thread.failed + thread.dropped for thread in self._threads)
+        """Number of calls up to now that failed."""
+        return sum(thread.failed for thread in self._threads)
 
     def begin(self, first_epoch: int) -> None:
         """Begin; a second call does nothing, and without a call nothing is logged."""
@@ -146,7 +140,7 @@ class Loggers:
         self._call(f"artifact {name}", lambda logger: logger.artifact(name, path))
 
     def end(self, status: Status, result: Mapping[str, Any], *, within_seconds: float | None = None) -> None:
-        """Log plot and report, end all loggers, wait for them, and show how many calls failed or were dropped.
+        """Log plot and report, end all loggers, wait for them, and show how many calls failed.
 
         Args:
             status: how the run ended.
@@ -173,78 +167,50 @@ class _LoggerThread:
 
     Attributes:
         failed: number of calls that raised or did not return in time.
-        dropped: number of calls that were not made.
     """
 
     def __init__(self, name: str, logger: RunLogger, console: Console) -> None:
-        self._name = name
-        self.failed = self.dropped = self._failures_in_a_row = 0
+        self._name, self.failed = name, 0
         self._logger, self._console = logger, console
-        self._waiting: queue.Queue[tuple[str, Callable[[RunLogger], None]]] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.SimpleQueue[tuple[str, Callable[[RunLogger], None]]] = queue.SimpleQueue()
         self._running = "nothing"
-        self._is_off = False
-        self._counting = threading.Lock()  # guards the counters and `_is_off`
         # In a copy of this context, which has the secrets. A daemon: a call that hangs keeps no process.
         work = functools.partial(copy_context().run, self._work)
         self._thread = threading.Thread(target=work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
     def call(self, what: str, call: Callable[[RunLogger], None]) -> None:
-        """Queue a call; it is dropped if the logger is off, or has too many calls waiting."""
-        with self._counting:
-            try:
-                if self._is_off:
-                    raise queue.Full
-                self._waiting.put_nowait((what, call))
-            except queue.Full:
-                self.dropped += 1
-                if self.dropped == 1 and not self._is_off:
-                    self._say(f"{MAX_WAITING} calls wait for it: it is too slow, and further ones are dropped")
+        """Queue a call."""
+        self._waiting.put((what, call))
 
     def finish(self, seconds: float) -> None:
         """Wait for all calls, at most so many seconds, and end the thread."""
         self._thread.join(seconds)
-        with self._counting:
-            if self._thread.is_alive() and not self._is_off:
-                self.failed += 1
-                self._switch_off(f"{seconds:g} seconds after the end of the run, it is still at {self._running}")
-            if self.failed or self.dropped:
-                self._say(f"in all, failed calls: {self.failed}, dropped ones: {self.dropped}")
+        if self._thread.is_alive():
+            self.failed += 1
+            self._say(f"{seconds:g} seconds after the end of the run, it is still at {self._running}")
+            self._running = "end"
+        if self.failed:
+            self._say(f"failed calls, in all: {self.failed}")
 
     def _work(self) -> None:
-        while not self._is_off and self._running != "end":
+        """Make the calls one after the other; without a `begin` that succeeds no others."""
+        while self._running != "end":
             self._running, call = self._waiting.get()
-            failure = self._failure(call)
-            with self._counting:
-                if not self._is_off:  # or `finish` has counted this call
-                    self._count(failure)
-
-    def _failure(self, call: Callable[[RunLogger], None]) -> str | None:
-        """Make a call, and return what it raised, in one line; its traceback goes to `run.log`."""
-        try:
-            with user_code():
-                call(self._logger)
-        except UserCodeError as failure:
-            self._console.note(f"logger {self._name}: {failure.traceback}")
-            return failure.summary
-        except (asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:  # the logger's own, in this thread
-            return one_line(error)
-        return None
-
-    def _count(self, failure: str | None) -> None:
-        self._failures_in_a_row = 0 if failure is None else self._failures_in_a_row + 1
-        if failure is None:
-            return
-        self.failed += 1
-        if self._running == "begin" or self._failures_in_a_row >= MAX_FAILURES:
-            self._switch_off(f"{self._running} failed: {failure}")
-        elif self.failed == 1:
-            self._say(f"{self._running} failed: {failure}; it is switched off after {MAX_FAILURES} failures in a row")
-
-    def _switch_off(self, why: str) -> None:
-        self._is_off = True
-        self.dropped += self._waiting.qsize()
-        self._say(f"{why}; it is switched off, and the run goes on without it")
+            try:
+                with user_code():
+                    call(self._logger)
+            # All but the first: the logger's own, in this thread.
+            except (UserCodeError, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit) as error:
+                failure = error if isinstance(error, UserCodeError) else UserCodeError(error)
+                self._console.note(f"logger {self._name}: {failure.traceback}")
+                self.failed += 1
+                if self.failed == 1:
+                    self._say(
+                        f"{self._running} failed: {failure.summary}; the run goes on, and its log has each failure"
+                    )
+                if self._running == "begin":
+                    return
 
     def _say(self, text: str) -> None:
         self._console.message(f"logger {self._name}: {text}")
