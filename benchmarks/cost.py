@@ -140,11 +140,13 @@ def expert_work(launch: Launch) -> tuple[float, int]:
     """
     assert launch.instruction is not None
     arrays = [*launch.instruction.operand_arrays, *launch.arrays]
-    experts, *sides = next(array.shape for array in arrays if len(array.shape) == 3)
+    weights = next(array for array in arrays if len(array.shape) == 3)
+    experts, *sides = weights.shape
+    of_expert = weights.bytes // experts
     rows = max(array.shape[0] for array in arrays if len(array.shape) == 2)
     block = min(EXPERTS_BLOCKS[launch.label], max(16, 1 << (rows // experts).bit_length()))
     is_read = len(launch.arrays[0].shape) == 2
-    unread = max(0, experts - rows) * math.prod(sides) * 2 if is_read else 0
+    unread = max(0, experts - rows) * of_expert if is_read else 0
     return 2.0 * math.prod(sides) * (rows + experts * block), launch.bytes - unread
 
 

@@ -103,7 +103,7 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
     sampling_dtype: Literal["int8", "fp8"] | None = Field(
         default=None,
         description="Type of the kernels to sample with, made of the parameters after each update, with a scale for "
-        "each output channel; embedding, head, norms, experts, activations, keys and values stay in compute_dtype. "
+        "each output channel; embedding, head, norms, routers, activations, keys and values stay in compute_dtype. "
         "null: compute_dtype.",
     )
     remat: Literal["auto", "none", "dots", "projections", "attention", "full", "least"] = Field(

@@ -175,8 +175,8 @@ def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
 def decode_bytes(config: DecoderConfig, steps: int, seen: int, itemsize: int, *, in_eight_bits: bool = False) -> int:
     """Bytes that decoding reads at least: the weights in every step, and keys and values of the `seen` tokens of rows.
 
-    Layers with a window, which see fewer, do not count; pages that rows share count for each row. The head, routers and
-    experts are never in eight bits, and rows are taken to ask for the same experts.
+    Layers with a window, which see fewer, do not count; pages that rows share count for each row. Head and routers are
+    never in eight bits, and rows are taken to ask for the same experts.
 
     >>> from jaxft.models.config import model_preset
     >>> decode_bytes(model_preset("qwen3-58m"), steps=2, seen=5, itemsize=4) == 4 * 2 * 41549824 + 5 * 16384

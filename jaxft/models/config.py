@@ -293,12 +293,12 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def is_quantizable(path: Sequence[str]) -> bool:
-    """True for the path of a kernel that products in eight bits take: of no router, gate or mixture's experts.
+    """True for the path of a kernel that products in eight bits take: of no router or gate.
 
     >>> [is_quantizable(f"mlp/{name}/kernel".split("/")) for name in ("up_proj", "router", "experts/up_proj")]
-    [True, False, False]
+    [True, False, True]
     """
-    return path[-1] == "kernel" and not {*path} & {"experts", "router", "shared_expert_gate"}
+    return path[-1] == "kernel" and not {*path} & {"router", "shared_expert_gate"}
 
 
 def _qwen3(vocab: int, hidden: int, ffn: int, layers: int, heads: int, kv_heads: int, head_dim: int) -> DecoderConfig:

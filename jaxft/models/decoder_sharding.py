@@ -16,8 +16,8 @@ DECODER_RULES: Rules = (
     ("lm_head", ("tensor", "fsdp")),  # [V D]
     ("router/kernel", ()),
     ("shared_expert_gate/kernel", ()),
-    ("experts/down_proj/kernel", ("expert", "tensor", "fsdp")),  # [E in out], stacked or of one layer
-    ("experts/*/kernel", ("expert", "fsdp", "tensor")),
+    ("experts/down_proj/kernel*", ("expert", "tensor", "fsdp")),  # [E in out], stacked or of one layer
+    ("experts/*/kernel*", ("expert", "fsdp", "tensor")),
     ("experts/down_proj/bias", ("expert", None)),  # [E out]
     ("experts/*/bias", ("expert", "tensor")),
     ("experts/down_proj/lora_a", ("expert", "tensor", None)),  # [E in rank]

@@ -20,6 +20,7 @@ from jaxft.models.config import EXPERTS, SHARED_EXPERT, DecoderConfig, LoraSpec
 from jaxft.models.grouped import Products, choose_products, grouped_dot
 from jaxft.models.layers import ACTIVATIONS, WIDENED, FeedForward, project_to_vocabulary
 from jaxft.models.lora import joined_adapter
+from jaxft.models.quantized import Quantized
 
 
 class Routing(NamedTuple):
@@ -122,7 +123,11 @@ class ExpertLinear(nnx.Module):
         def multiply(rows: Array, weights: Array) -> Array:
             return grouped_dot(rows, weights, groups.sizes, groups.products)
 
-        y = multiply(rows, self.kernel[...])
+        kernel = self.kernel[...]
+        if isinstance(kernel, Quantized):
+            y = multiply(rows, kernel.values) * kernel.scale[groups.experts, 0].astype(rows.dtype)
+        else:
+            y = multiply(rows, kernel)
         if self.lora_a is not None and self.lora_b is not None:
             a, b = (matrix[...].astype(rows.dtype) for matrix in (self.lora_a, self.lora_b))
             y = y + self.lora_scale * multiply(multiply(rows, a), b)
@@ -196,7 +201,9 @@ def mix_experts(
     sends N - 1 copies of a token, and sending it to each of its experts k (N - 1) / N: more as long as N < k, of sizes
     that only the devices know.
     """
-    products = choose_products(compute_devices(sharding)[0], x.dtype)
+    kernel = experts.up_proj.kernel[...]
+    weights_dtype = kernel.values.dtype if isinstance(kernel, Quantized) else kernel.dtype
+    products = choose_products(compute_devices(sharding)[0], x.dtype, weights_dtype)
     if sharding is None:
         return sum_experts(experts, 0, products, x, chosen, weights)
     (graph, state), used, has_axis = nnx.split(experts), sharding.gathered(), EXPERT in sharding.mesh.shape
@@ -204,7 +211,7 @@ def mix_experts(
     specs = jax.tree_util.tree_map_with_path(
         lambda path, leaf: used.spec(f"experts/{path_text(path)}", leaf.shape), params
     )
-    tensor = sharding.mesh.shape["tensor"] if "tensor" in specs["up_proj"]["kernel"] else 1
+    tensor = sharding.mesh.shape["tensor"] if "tensor" in used.spec("experts/up_proj/kernel", kernel.shape) else 1
     is_divided = has_axis and rows[0] is not None
 
     def compute(params: Params, *tokens: Array) -> Array:

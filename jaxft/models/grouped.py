@@ -1,7 +1,7 @@
 """Products of rows with the weights of their group, as a mixture of experts needs them, with gradients.
 
 On CPUs a loop takes blocks of rows, each with the weights of its expert, so no more weights are read than those of
-experts with rows.
+experts with rows. Weights may be in eight bits: these are widened where they are multiplied, and have no gradient.
 Letters: `n` rows, `E` experts, `d` input width, `f` output width, `b` blocks.
 """
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.backend import backends
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxft.models.flash import AMPERE, compute_capability
 
@@ -33,16 +33,17 @@ LARGEST_DIFFERENCE = 0.02
 """Bound of `_difference`; one row of another expert is far above it, and rounding to bfloat16 below."""
 
 
-def choose_products(device: Any, dtype: Any) -> Products:
+def choose_products(device: Any, dtype: Any, weights_dtype: Any) -> Products:
     """Return the form of the products on a device: its kernels if their values are those of the loop there.
 
-    They are compared once in a process. GPUs that are not NVIDIA's, and those before Ampere, take the loop.
+    They are compared once in a process for each dtype of rows and weights. GPUs that are not NVIDIA's, and those before
+    Ampere, take the loop.
     """
     platform = device.platform
     if platform == "cpu" or (platform == "gpu" and compute_capability(device) < AMPERE):
         return "cpu"
     is_here = any(device.client is each for each in backends().values())  # and not described, to compile for
-    difference = _difference(device, jnp.dtype(dtype)) if is_here else 0.0
+    difference = _difference(device, jnp.dtype(dtype), jnp.dtype(weights_dtype)) if is_here else 0.0
     if difference <= LARGEST_DIFFERENCE:
         return "tpu" if platform == "tpu" else "gpu"
     logger.warning(
@@ -54,14 +55,15 @@ def choose_products(device: Any, dtype: Any) -> Products:
 
 
 @cache
-def _difference(device: Any, dtype: Any) -> float:
+def _difference(device: Any, dtype: Any, weights_dtype: Any) -> float:
     """Return the largest difference of a value or gradient by kernels to that by the loop, relative to the largest."""
     draw, sizes = np.random.default_rng(0), np.array([40, 0, 170, 1])
     arrays = [draw.normal(size=shape).astype(dtype) for shape in ((230, 128), (4, 128, 256), (230, 256))]
+    arrays[1] = (8 * arrays[1]).astype(weights_dtype)
 
     def gradients(products: Products, rows: Array, weights: Array, cotangent: Array) -> tuple[Array, ...]:
         made, pull = jax.vjp(lambda *given: grouped_dot(*given, jnp.asarray(sizes), products), rows, weights)
-        return made, *pull(cotangent)
+        return made, *pull(cotangent)[: 2 if weights.dtype.itemsize > 1 else 1]
 
     with jax.ensure_compile_time_eval(), jax.default_device(device):
         forms: tuple[Products, ...] = ("cpu", device.platform)
@@ -72,7 +74,7 @@ def _difference(device: Any, dtype: Any) -> float:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_dot(
-    rows: Float[Array, "n d"], weights: Float[Array, "E d f"], sizes: Int[Array, " E"], products: Products = "cpu"
+    rows: Float[Array, "n d"], weights: Shaped[Array, "E d f"], sizes: Int[Array, " E"], products: Products = "cpu"
 ) -> Float[Array, "n f"]:
     """Return the product of each row with the weights of its expert, summed in float32.
 
@@ -81,7 +83,7 @@ def grouped_dot(
 
     Args:
         rows: rows in the order of their experts.
-        weights: weights of each expert.
+        weights: weights of each expert; those in eight bits have no gradient.
         sizes: rows of each expert.
         products: form of the products, which `choose_products` chooses.
 
@@ -95,9 +97,11 @@ def _forward(rows: Array, weights: Array, sizes: Array, products: Products) -> t
     return grouped_dot(rows, weights, sizes, products), (rows, weights, sizes)
 
 
-def _backward(products: Products, saved: Any, cotangent: Array) -> tuple[Array, Array, None]:
+def _backward(products: Products, saved: Any, cotangent: Array) -> tuple[Array, Array | None, None]:
     rows, weights, sizes = saved
     of_rows = _multiply(cotangent, weights, sizes, products, is_transposed=True)
+    if weights.dtype.itemsize == 1:
+        return of_rows, None, None
     return of_rows, _sum_outer(rows, cotangent, sizes, products, weights.dtype), None
 
 
@@ -111,6 +115,10 @@ def _multiply(rows: Array, weights: Array, sizes: Array, products: Products, *, 
 
         block = _block(sizes, rows, products)
         made = multiply_gpu(rows, weights, row_blocks(sizes, len(rows), block), block, is_transposed=is_transposed)
+    elif products == "tpu" and weights.dtype.itemsize == 1:
+        from jaxft.models.grouped_kernels_tpu import multiply_tpu  # as above
+
+        made = multiply_tpu(*_tpu_rows(rows), weights, sizes, is_transposed=is_transposed)[: len(rows)]
     elif products == "tpu":
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm  # as above
 
@@ -137,16 +145,22 @@ def _sum_outer(rows: Array, others: Array, sizes: Array, products: Products, dty
     return sum_outer_cpu(rows, others, sizes, dtype)
 
 
+def _tpu_rows(rows: Array) -> tuple[Array, int]:
+    """Return rows padded to whole tiles, and the rows of a tile."""
+    block = min(TPU_BLOCK_ROWS, -(-len(rows) // 16) * 16)
+    return jnp.pad(rows, ((0, -len(rows) % block), (0, 0))), block
+
+
 def _tpu_tiles(rows: Array, sides: tuple[int, int], most: int) -> tuple[Array, tuple[int, int, int]]:
     """Return rows padded to whole tiles, and the sides of a tile: of rows, and of a matrix with so many bytes at most.
 
     An expert's first and last tile may have rows of others, so tiles have few rows; but their matrix is as large as the
     memory inside a TPU allows, and few are read more than once.
     """
-    block = min(TPU_BLOCK_ROWS, -(-len(rows) // 16) * 16)
+    padded, block = _tpu_rows(rows)
     high = min(sides[0], 2048 if most > 2**20 else 512)
     wide = min(sides[1], most // rows.dtype.itemsize // high // 128 * 128)
-    return jnp.pad(rows, ((0, -len(rows) % block), (0, 0))), (block, high, wide)
+    return padded, (block, high, wide)
 
 
 class RowBlocks(NamedTuple):
@@ -191,7 +205,8 @@ def multiply_cpu(rows: Array, weights: Array, sizes: Array, *, is_transposed: bo
 
     def step(i: Array, made: Array) -> Array:
         start = blocks.starts[i]
-        part, own = jax.lax.dynamic_slice_in_dim(padded, start, block), weights[blocks.experts[i]]
+        part = jax.lax.dynamic_slice_in_dim(padded, start, block)
+        own = weights[blocks.experts[i]].astype(part.dtype)
         # Of the next expert's rows the product is wrong, until that expert's block writes over it.
         return jax.lax.dynamic_update_slice_in_dim(made, _contract(part, own, (1, axis)).astype(made.dtype), start, 0)
 

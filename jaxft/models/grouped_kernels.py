@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxft.models.paged_kernels import multiply
 
 
 def multiply_gpu(
     rows: Float[Array, "n d"],
-    weights: Float[Array, "E _ _"],
+    weights: Shaped[Array, "E _ _"],
     blocks: tuple[Int[Array, " b"], Int[Array, " b"], Int[Array, " b"], Int[Array, ""]],
     block: int,
     *,
@@ -31,7 +31,7 @@ def multiply_gpu(
 
     Args:
         rows: rows in the order of their experts.
-        weights: weights of each expert.
+        weights: weights of each expert, also in eight bits.
         blocks: expert, start and end of each block of rows, and the number of real blocks.
         block: most rows of a block, a power of two of at least 16.
         is_transposed: True to multiply with the transpose.
@@ -60,7 +60,7 @@ def _multiply_kernel(
 ) -> None:
     experts_ref, starts_ref, ends_ref, num_ref, made_ref = refs
     first, own = pl.program_id(0) * tile, pl.program_id(1)
-    inner, width = rows_ref.shape[1], made_ref.shape[1]
+    inner, width, zero = rows_ref.shape[1], made_ref.shape[1], weights_ref.dtype.type(0)
 
     @pl.when(own < num_ref[...])
     def compute() -> None:
@@ -74,9 +74,8 @@ def _multiply_kernel(
             across, down = place[None, :], place[:, None]
             part = plgpu.load(rows_ref.at[row, across], mask=is_row & (across < inner), other=0.0)
             at = (expert, column, down) if is_transposed else (expert, down, column)
-            return total + multiply(
-                part, plgpu.load(weights_ref.at[at], mask=(down < inner) & is_column, other=0.0), ((1,), (0,))
-            )
+            weights = plgpu.load(weights_ref.at[at], mask=(down < inner) & is_column, other=zero).astype(part.dtype)
+            return total + multiply(part, weights, ((1,), (0,)))
 
         total = jax.lax.fori_loop(0, pl.cdiv(inner, step), add, jnp.zeros((block, tile), jnp.float32))
         plgpu.store(made_ref.at[row, column], total.astype(made_ref.dtype), mask=is_row & is_column)

@@ -2,7 +2,7 @@
 
 Only the weights are narrow, as in W8A16. XLA reads them in eight bits and widens them inside the product, on GPUs and
 on TPUs, so that a step of decoding moves half of bfloat16's bytes; the scale multiplies the product. Embedding, head,
-norms, biases, adapters, and a mixture's routers and experts are not quantised.
+norms, biases, adapters, and a mixture's routers are not quantised; products of experts are `jaxft.models.grouped`'s.
 Letters: `D` input width, `F` output width, `N` tokens of all rows.
 """
 

@@ -156,20 +156,21 @@ segments = np.where(np.arange(16) < 13, 1 + (np.arange(16) > 6), 0) * np.ones((8
 places, params = np.tile(np.arange(16, dtype=np.int32), (8, 1)), random_params(config, LORA)
 
 def results(sharding):
-    model = decoder(config, lora=LORA, sharding=sharding)
+    model, narrow = (decoder(config, lora=LORA, sampling_dtype=kind, sharding=sharding) for kind in (None, "int8"))
 
     def loss(params):
         hidden, _ = model.apply(params, tokens, places, segment_ids=segments)
         logits = model.unembed(params, hidden)
         return (jax.nn.log_softmax(logits)[..., 0] * (segments > 0)).sum(), logits[segments > 0]
 
-    def decoded(params):
+    def decoded(params, model):
         layout = model.decode_layout(params)
         hidden, _ = model.apply(layout, tokens, places, *init_cache(model, 8, 16, jnp.float32))
         return model.unembed(layout, hidden)
 
     given = params if sharding is None else sharding.place(params)
-    return jax.device_get((jax.jit(jax.value_and_grad(loss, has_aux=True))(given), jax.jit(decoded)(given)))
+    samplers = [jax.jit(decoded, static_argnums=1)(given, each) for each in (model, narrow)]
+    return jax.device_get((jax.jit(jax.value_and_grad(loss, has_aux=True))(given), samplers))
 
 alone = results(None)
 for sizes in [(1, 2, 2, 2), (1, 2, 1, 4), (2, 2, 2, 1)]:
@@ -182,7 +183,7 @@ for sizes in [(1, 2, 2, 2), (1, 2, 1, 4), (2, 2, 2, 1)]:
 
 @pytest.mark.slow
 def test_on_a_mesh_values_and_gradients_are_those_of_one_device():
-    """Experts in 2 parts, 4 and one, with `fsdp` and `tensor`: packed rows, adapters, biases, decoding."""
+    """Experts in 2 parts, 4 and one, with `fsdp` and `tensor`: packed rows, adapters, biases, decoding also in int8."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     subprocess.run([sys.executable, "-c", ON_A_MESH], env=os.environ | {"XLA_FLAGS": flags}, check=True)
 

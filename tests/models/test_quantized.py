@@ -21,27 +21,27 @@ from jaxft.models.quantized import (
 )
 from tests.models.weights import random_params
 
-CONFIG = model_preset("qwen3-50k")
+CONFIG, MIXTURE = model_preset("qwen3-50k"), model_preset("qwen3-176k-a47k")
 LORA = LoraSpec(4, 8.0)
-PARAMS = random_params(CONFIG, LORA)
+PARAMS, EXPERTS = random_params(CONFIG, LORA), random_params(MIXTURE, LORA)
 TOKENS = np.random.default_rng(9).integers(0, CONFIG.vocab_size, (2, 16), np.int32)
 POSITIONS = np.tile(np.arange(16, dtype=np.int32), (2, 1))
 KERNEL = np.random.default_rng(3).normal(size=(2, 12, 6)).astype(np.float32)
 KERNEL[0, :, 1], KERNEL[1, 3, 2] = 0.0, np.nan
 
 
-def sampled_logits(params, **options):
+def sampled_logits(params, config=CONFIG, **options):
     """Logits through pages, as an engine computes them."""
-    model = decoder(CONFIG, **options)
+    model = decoder(config, **options)
     params = model.decode_layout(params)
     cache, tables = init_cache(model, *TOKENS.shape, compute_dtype(params))
     hidden, _ = model.apply(params, jnp.asarray(TOKENS), jnp.asarray(POSITIONS), cache=cache, tables=tables)
     return model.unembed(params, hidden)
 
 
-def adapter_gradient(params):
+def adapter_gradient(params, config=CONFIG):
     """Gradient of the adapters of a sum of log-probabilities."""
-    model = decoder(CONFIG, lora=LORA)
+    model = decoder(config, lora=LORA)
 
     def total(adapter):
         return jaxft.token_logprobs(model, {**params, "adapter": adapter}, jnp.asarray(TOKENS)).logprobs.sum()
@@ -57,8 +57,11 @@ def computed():
         return map_kernels(dequantized, with_quantized_kernels(params, kind))
 
     @jax.jit
-    def compute(params, kernel):
+    def compute(params, mixture, kernel):
         narrow, base = kernel.astype(jnp.bfloat16), params["base"]
+        experts, wide_experts = (
+            {**mixture, "base": form(mixture["base"], "int8")} for form in (with_quantized_kernels, rounded)
+        )
         int8 = {**params, "base": with_quantized_kernels(base, "int8")}
         wide = {**params, "base": rounded(base, "int8")}
         twice = {kind: quantize(dequantized(quantize(narrow, kind)), kind) for kind in ("int8", "fp8")}
@@ -71,11 +74,16 @@ def computed():
             "fp8": (sampled_logits(base, sampling_dtype="fp8"), sampled_logits(rounded(base, "fp8"))),
             "adapters": (sampled_logits(params, sampling_dtype="int8", lora=LORA), sampled_logits(wide, lora=LORA)),
             "base in int8": (sampled_logits(int8, lora=LORA), sampled_logits(wide, lora=LORA)),
+            "experts": (
+                sampled_logits(mixture, MIXTURE, sampling_dtype="int8", lora=LORA),
+                sampled_logits(wide_experts, MIXTURE, lora=LORA),
+            ),
             "params": int8,
             "gradient": (adapter_gradient(int8), adapter_gradient(wide)),
+            "gradient with experts": (adapter_gradient(experts, MIXTURE), adapter_gradient(wide_experts, MIXTURE)),
         }
 
-    return jax.device_get(compute(PARAMS, KERNEL))
+    return jax.device_get(compute(PARAMS, EXPERTS, KERNEL))
 
 
 @pytest.mark.parametrize(("kind", "largest"), [("int8", 127), ("fp8", 448)])
@@ -101,7 +109,7 @@ def test_what_was_quantised_is_found_again(computed, kind):
     np.testing.assert_array_equal(once.values[is_finite], twice.values[is_finite])
 
 
-@pytest.mark.parametrize("case", ["int8", "fp8", "adapters", "base in int8"])
+@pytest.mark.parametrize("case", ["int8", "fp8", "adapters", "base in int8", "experts"])
 def test_a_decoder_samples_as_with_the_rounded_kernels(computed, case):
     found, wanted = computed[case]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
@@ -109,8 +117,9 @@ def test_a_decoder_samples_as_with_the_rounded_kernels(computed, case):
         assert np.abs(found - computed["full"]).max() > 1e-3
 
 
-def test_adapters_beside_a_base_in_int8_have_the_gradient_of_the_rounded_base(computed):
-    found, wanted = computed["gradient"]
+@pytest.mark.parametrize("case", ["gradient", "gradient with experts"])
+def test_adapters_beside_a_base_in_int8_have_the_gradient_of_the_rounded_base(computed, case):
+    found, wanted = computed[case]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max()), found, wanted)
     assert all(leaf.any() for leaf in jax.tree.leaves(found))
 
@@ -135,8 +144,10 @@ def test_adapters_of_a_base_in_int8_are_written_and_read_with_it(computed, tmp_p
 
 
 def test_only_kernels_of_layers_are_quantised():
-    shapes = jax.eval_shape(lambda params: with_quantized_kernels(params, "int8", jnp.bfloat16), PARAMS["base"])
-    kernel = shapes["layers"]["mlp"]["up_proj"]["kernel"]
+    """A mixture's experts are; its routers are not."""
+    shapes = jax.eval_shape(lambda params: with_quantized_kernels(params, "int8", jnp.bfloat16), EXPERTS["base"])
+    assert not is_quantized(shapes["layers"]["mlp"]["router"])
+    kernel = shapes["layers"]["mlp"]["experts"]["up_proj"]["kernel"]
     assert isinstance(kernel, Quantized) and kernel.scale.dtype == jnp.bfloat16
     assert not is_quantized({name: leaf for name, leaf in shapes.items() if name != "layers"})
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(shapes) if leaf.dtype.itemsize == 1} == {"int8"}
