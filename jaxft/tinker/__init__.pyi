@@ -5,17 +5,17 @@ from .app import (
 )
 from .client import (
     APIFuture as APIFuture,
-    Datum as Datum,
-    ModelInput as ModelInput,
     SamplingClient as SamplingClient,
     ServiceClient as ServiceClient,
-    TensorData as TensorData,
     TrainingClient as TrainingClient,
 )
-from .service import (
-    SamplingParams as SamplingParams,
-    Service as Service,
-)
-from .training import (
+from .data import (
     AdamParams as AdamParams,
+    Datum as Datum,
+    ModelInput as ModelInput,
+    SamplingParams as SamplingParams,
+    TensorData as TensorData,
+)
+from .service import (
+    Service as Service,
 )

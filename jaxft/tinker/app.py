@@ -1,19 +1,18 @@
 """An ASGI app that serves the verbs to Tinker's own client.
 
-Verbs that take long answer with the id of a request at once; `retrieve_future` then waits for its result. Requests of
-one model are numbered, and begin in that order however they come. A request that is sent again, as after a connection
-that broke, has the same id and is answered by the same result.
+Verbs that take long answer with the id of a request at once; `retrieve_future` then waits for its result. A client
+sends the next request of a model when it has the id of the last one, or a refusal; so they begin as they come, and a
+number that is missing was refused. A request that is sent again, as after a connection that broke, has the same id and
+is answered by the same result.
 """
 
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Coroutine, Mapping
-from contextlib import suppress
-from functools import cache
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model, model_validator
+from pydantic import ValidationError, create_model
 from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,8 +23,8 @@ from starlette.routing import Route
 from jaxft import Policy
 from jaxft.errors import ConfigError
 from jaxft.rollout import ChatClient
-from jaxft.tinker.service import Gone, NotFound, Service
-from jaxft.tinker.training import TrainedModel
+from jaxft.tinker.data import fields_of
+from jaxft.tinker.service import Gone, Service
 from jaxft.tinker.wire import PROTOBUF, read_forward_backward, write_forward_backward, write_sample
 
 logger = logging.getLogger(__name__)
@@ -36,16 +35,9 @@ WAIT_SECONDS = 20.0
 RESULT_SECONDS = 180.0
 """Time that a result is kept, as clients may ask for one again."""
 
-TURN_SECONDS = 120.0
-"""Time that a request waits for earlier ones of its model, some of which may have been refused, and never come."""
-
-MOST_AHEAD = 1024
-"""Most requests of a model that wait for an earlier one."""
-
 CLIENT_CONFIG = {
-    "parallel_fwdbwd_chunks": True,
+    "parallel_fwdbwd_chunks": False,  # so that a model's requests come one after the other
     "proto_compress_fwdbwd": False,
-    "use_pyqwest_transport": False,
     "sample_max_concurrent_requests": 100,  # each of which has a connection, as long as it waits
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False,
@@ -61,7 +53,7 @@ class Endpoint(NamedTuple):
 
     method: str
     path: str
-    verb: Callable[..., Coroutine[Any, Any, Any]]
+    verb: Callable[..., Any]
     is_long: bool = False
     write: Callable[[Any], bytes] | None = None
 
@@ -79,32 +71,22 @@ def endpoints(service: Service) -> list[Endpoint]:
                 return task.result()
         raise Gone(f"there is no request {request_id!r:.100}, or it was cancelled, or answered too long ago")
 
-    async def cancel_future(request_id: str) -> Response:
+    def cancel_future(request_id: str) -> None:
         requests = service.session(request_id.partition(":")[0]).requests
         if ":sample:" in request_id and (task := requests.pop(request_id, None)) is not None:
             task.cancel()  # as is no request of a model, whose gradients would be half added
-        return Response(status_code=204)
 
-    async def finish(session_id: str) -> Response:
-        await service.finish_session(session_id)
-        return Response(status_code=204)
-
-    def says(value: dict[str, Any]) -> Callable[[], Coroutine[Any, Any, dict[str, Any]]]:
-        async def say() -> dict[str, Any]:
-            return value
-
-        return say
-
-    return [
-        Endpoint("GET", "healthz", says({"status": "ok"})),
-        Endpoint("POST", "client/config", says(CLIENT_CONFIG)),
-        Endpoint("POST", "client/dynamic_config", says({"sample_cancel_enabled": True})),
-        Endpoint("POST", "telemetry", says({"status": "accepted"})),  # which nobody reads
+    return [  # those that are asked for most come first, as the routes are tried one after the other
+        Endpoint("POST", "retrieve_future", retrieve_future),
+        Endpoint("POST", "asample", service.sample, True, write_sample),
+        Endpoint("GET", "healthz", lambda: {"status": "ok"}),
+        Endpoint("POST", "client/config", lambda: CLIENT_CONFIG),
+        Endpoint("POST", "client/dynamic_config", lambda: {"sample_cancel_enabled": True}),
+        Endpoint("POST", "telemetry", lambda: {"status": "accepted"}),  # which nobody reads
         Endpoint("GET", "get_server_capabilities", service.get_server_capabilities),
         Endpoint("POST", "create_session", service.create_session),
         Endpoint("POST", "session_heartbeat", service.session_heartbeat),
-        Endpoint("POST", "sessions/{session_id}/finish", finish),
-        Endpoint("POST", "retrieve_future", retrieve_future),
+        Endpoint("POST", "sessions/{session_id}/finish", service.finish_session),
         Endpoint("POST", "cancel_future", cancel_future),
         Endpoint("POST", "create_model", service.create_model, True),
         Endpoint("POST", "get_info", service.get_info),
@@ -114,7 +96,6 @@ def endpoints(service: Service) -> list[Endpoint]:
         Endpoint("POST", "save_weights_for_sampler", service.save_weights_for_sampler, True),
         Endpoint("POST", "load_weights", service.load_weights, True),
         Endpoint("POST", "create_sampling_session", service.create_sampling_session),
-        Endpoint("POST", "asample", service.sample, True, write_sample),
         Endpoint("GET", "samplers/{sampler_id}", service.get_sampler),
         Endpoint("GET", "checkpoints", service.list_checkpoints),
         Endpoint("GET", "training_runs/{model_id}", service.get_training_run),
@@ -124,50 +105,14 @@ def endpoints(service: Service) -> list[Endpoint]:
     ]
 
 
-IGNORED = (
-    *("type", "sdk_version", "tags", "project_id", "display_name", "ttl_seconds", "kind", "access_scope"),
-    *("allow_metadata_only", "events", "platform", "process_uuid", "session_id", "reason", "detail"),
-    *("base_model", "user_metadata"),
-)
-"""Fields that change nothing where a verb does not take them: there are no projects, nobody reads telemetry, states are
-kept until they are deleted, with base and metadata of their model, and a sampler that may follow later weights keeps
-its own."""
-
-
-class Fields(BaseModel):
-    """Fields of a request: those of a verb, `IGNORED`, and unknown ones that are null, 0 or empty.
-
-    A newer client sends its defaults; what asks for more than is served is refused.
-    """
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_empty(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        known = cls.model_fields
-        return {name: value for name, value in values.items() if name in known or (value and name not in IGNORED)}
-
-
-@cache
-def fields_of(verb: Callable[..., Any], *, is_long: bool) -> type[Fields]:
-    """Return the model of a verb's arguments; `seq_id` is one of every verb that takes long."""
-    parameters = inspect.signature(verb).parameters.values()
-    given: dict[str, Any] = {
-        each.name: (each.annotation, ... if each.default is each.empty else each.default) for each in parameters
-    }
-    number: dict[str, Any] = {"seq_id": (int, 0)} if is_long else {}
-    return create_model("Fields", __base__=Fields, **number | given)
-
-
 def make_app(service: Service) -> Starlette:
     """Return the app that serves a service."""
     table = endpoints(service)
 
     def route(endpoint: Endpoint) -> Route:
-        fields = fields_of(endpoint.verb, is_long=endpoint.is_long)
+        fields = fields_of(endpoint.verb)
+        if endpoint.is_long:
+            fields = create_model("Fields", __base__=fields, seq_id=(int, 0))
 
         async def answer(request: Request) -> Response:
             try:
@@ -222,41 +167,24 @@ async def _read(request: Request) -> dict[str, Any]:
 
 async def _begin(service: Service, endpoint: Endpoint, asked: dict[str, Any]) -> Response:
     """Begin a verb unless the request has come before, and answer with the id of its result."""
-    number = asked["seq_id"]
-    if "seq_id" not in inspect.signature(endpoint.verb).parameters:
-        del asked["seq_id"]
-    model = None
-    if (model_id := asked.get("model_id")) is not None:
-        model, request_id = service.model(model_id), f"{model_id}:{number}"
-    elif "sampling_session_id" in asked:
-        request_id = f"{asked['sampling_session_id']}:{number}"
-    else:
-        request_id = f"{asked['session_id']}:train:{asked['model_seq_id']}:0"
+    number, model_id = asked["seq_id"], asked.get("model_id")
+    made = f"{asked.get('session_id')}:train:{asked.get('model_seq_id')}"
+    request_id = f"{model_id or asked.get('sampling_session_id') or made}:{number}"
     requests = service.session(request_id.partition(":")[0]).requests
     if request_id not in requests:
-        if model is not None and not 0 <= number - model.next_number <= MOST_AHEAD:
-            raise Gone(f"seq_id is {number}: request {model.next_number} of {model_id} comes next")
-        task = requests[request_id] = asyncio.create_task(_run(endpoint, asked, model, number))
+        if model_id is not None:
+            service.model(model_id).take(number)
+        if "seq_id" not in fields_of(endpoint.verb).model_fields:
+            del asked["seq_id"]
+        task = requests[request_id] = asyncio.create_task(_run(endpoint, asked))
         loop = asyncio.get_running_loop()
         task.add_done_callback(lambda _: loop.call_later(RESULT_SECONDS, requests.pop, request_id, None))
-    promised = {"request_id": request_id, "model_id": model_id}
-    if "num_samples" in asked:
-        promised["sample_sequence_ids"] = [f"{request_id}:{each}" for each in range(asked["num_samples"])]
-    return _json(promised)
+    ids = [f"{request_id}:{each}" for each in range(asked.get("num_samples", 0))]
+    return _json({"request_id": request_id, "model_id": model_id, "sample_sequence_ids": ids})
 
 
-async def _run(endpoint: Endpoint, asked: Mapping[str, Any], model: TrainedModel | None, number: int) -> Response:
-    """Return the result of a verb, or the reason why there is none, once the earlier ones of its model have begun."""
-    if model is not None:
-        async with model.changed:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TURN_SECONDS):
-                    await model.changed.wait_for(lambda: model.next_number >= number)
-            is_next, model.next_number = model.next_number == number, max(model.next_number, number + 1)
-            model.changed.notify_all()  # of which the next begins behind the lock that this one takes first
-        if not is_next:
-            told = f"request {number} of {model.id} was not run, as an earlier one was refused or has not come"
-            return _json({"error": told, "category": "user"})
+async def _run(endpoint: Endpoint, asked: Mapping[str, Any]) -> Response:
+    """Return the result of a verb, or the reason why there is none."""
     try:
         return await _respond(endpoint, asked)
     except Exception as error:
@@ -265,7 +193,8 @@ async def _run(endpoint: Endpoint, asked: Mapping[str, Any], model: TrainedModel
 
 
 async def _respond(endpoint: Endpoint, asked: Mapping[str, Any]) -> Response:
-    found = await endpoint.verb(**asked)
+    found = endpoint.verb(**asked)
+    found = await found if inspect.isawaitable(found) else found
     if endpoint.write is not None:
         return Response(endpoint.write(found), media_type=PROTOBUF)
     return found if isinstance(found, Response) else _json(found)
@@ -278,7 +207,7 @@ def explain(error: Exception) -> tuple[int, str]:
         place = ".".join(map(str, first["loc"])) or "the body"
         return 422, f"{place} is {first['input']!r:.100}: {first['msg']}"
     if isinstance(error, ValueError):
-        return 410 if isinstance(error, Gone) else 404 if isinstance(error, NotFound) else 400, str(error)
+        return 410 if isinstance(error, Gone) else 400, str(error)
     logger.error("a request failed", exc_info=error)
     return 500, f"{type(error).__name__}: {error}"
 

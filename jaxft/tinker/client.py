@@ -1,7 +1,7 @@
 """Tinker's clients without a socket: the same methods, on a service in this process.
 
-Arguments may be the types below or those of the package `tinker`: only their attributes are read. Every call returns an
-`APIFuture`, which has `result()` and can be awaited; calls of one training client are run in their order.
+Every call returns an `APIFuture`, which has `result()` and can be awaited; calls of one training client are run in
+their order.
 """
 
 import asyncio
@@ -9,16 +9,14 @@ import concurrent.futures
 import itertools
 import threading
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from jaxft import Policy
-from jaxft.tinker import losses
-from jaxft.tinker.service import STATES, LoraConfig, SamplingParams, Service
-from jaxft.tinker.training import AdamParams
+from jaxft.tinker.data import fields_of
+from jaxft.tinker.service import STATES, Service
 
 Config = dict[str, Any] | None
 
@@ -33,49 +31,8 @@ class APIFuture:
         return asyncio.wrap_future(self._future).__await__()
 
 
-class TensorData(NamedTuple):
-    """An array of a datum or of an output."""
-
-    data: Sequence[float] | np.ndarray
-    dtype: str = "float32"
-    shape: Sequence[int] | None = None
-
-    def to_numpy(self) -> np.ndarray:
-        """Return the array."""
-        return np.asarray(self.data, self.dtype).reshape(self.shape or -1)
-
-    def tolist(self) -> list[Any]:
-        """Return it as a list."""
-        return self.to_numpy().tolist()
-
-
-class ModelInput(NamedTuple):
-    """Token ids that a model reads."""
-
-    tokens: Sequence[int]
-
-    @classmethod
-    def from_ints(cls, tokens: Sequence[int]) -> "ModelInput":
-        """Return the input of these ids."""
-        return cls([*map(int, tokens)])
-
-    def to_ints(self) -> list[int]:
-        """Return the ids."""
-        return [*self.tokens]
-
-
-class Datum(NamedTuple):
-    """A model input and the arrays of its loss, each a `TensorData`, an array or a list."""
-
-    model_input: ModelInput
-    loss_fn_inputs: Mapping[str, Any]
-
-
-class Output:
-    """Result of a forward pass: `metrics` and, for each datum, the array `logprobs`."""
-
-    def __init__(self, found: Any) -> None:
-        self.metrics, self.loss_fn_outputs = found.metrics, [{"logprobs": TensorData(each)} for each in found.logprobs]
+def _with_attributes(found: Any) -> Any:
+    return SimpleNamespace(**found) if isinstance(found, dict) else found
 
 
 class ServiceClient:
@@ -105,17 +62,19 @@ class ServiceClient:
             threading.Thread(target=self._loop.run_forever, name="jaxft tinker", daemon=True).start()
             self.service = Service(model, model_name, folder, seconds=float("inf"))
         self.model_name = self.service.name
-        self._session = self.call(self.service.create_session()).result().session_id
-        self._models, self.samplers = itertools.count(), itertools.count()
+        self._session = {"session_id": self.call(self.service.create_session, {}).result().session_id}
+        self._models, self._samplers = itertools.count(), itertools.count()
 
-    def call(self, verb: Coroutine[Any, Any, Any], then: Callable[[Any], Any] | None = None) -> APIFuture:
-        """Run a verb in the loop of the service; verbs begin in the order of their calls."""
+    def call(
+        self,
+        verb: Callable[..., Coroutine[Any, Any, Any]],
+        given: Mapping[str, Any],
+        then: Callable[[Any], Any] = _with_attributes,
+    ) -> APIFuture:
+        """Run a verb in the loop of the service, and return `then` of its result; verbs begin in the order of calls."""
 
         async def run() -> Any:
-            found = await verb
-            if then is not None:
-                return then(found)
-            return SimpleNamespace(**found) if isinstance(found, dict) else found
+            return then(await verb(**dict(fields_of(verb).model_validate(given))))
 
         return APIFuture(asyncio.run_coroutine_threadsafe(run(), self._loop))
 
@@ -130,33 +89,36 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
     ) -> APIFuture:
         """Return a client that trains fresh adapters."""
-        config = LoraConfig(rank=rank, seed=seed, train_mlp=train_mlp, train_attn=train_attn)
-        given = base_model or self.model_name, config, None, user_metadata
-        verb = self.service.create_model(self._session, next(self._models), *given)
-        return self.call(verb, lambda found: TrainingClient(self, found["model_id"]))
+        config = {"rank": rank, "seed": seed, "train_mlp": train_mlp, "train_attn": train_attn}
+        given = {"base_model": base_model or self.model_name, "lora_config": config, "user_metadata": user_metadata}
+        return self._training_client(self.service.create_model, given)
 
     def create_training_client_from_state(
         self, path: str, user_metadata: dict[str, str] | None = None, *, optimizer: bool = False
     ) -> APIFuture:
-        """Return a client that trains saved adapters, with a fresh optimizer."""
-        given = {"session_id": self._session, "model_seq_id": next(self._models), "user_metadata": user_metadata}
-        verb = self.service.load_weights(path, optimizer, **given)
-        return self.call(verb, lambda found: TrainingClient(self, found["model_id"]))
+        """Return a client that trains saved adapters, with a fresh optimizer or with the saved one."""
+        given = {"path": path, "optimizer": optimizer, "user_metadata": user_metadata}
+        return self._training_client(self.service.load_weights, given)
 
-    def create_training_client_from_state_with_optimizer(
-        self, path: str, user_metadata: dict[str, str] | None = None
-    ) -> APIFuture:
-        """Return a client that continues from a saved state."""
-        return self.create_training_client_from_state(path, user_metadata, optimizer=True)
+    create_training_client_from_state_with_optimizer = partialmethod(create_training_client_from_state, optimizer=True)
+
+    def _training_client(self, verb: Callable[..., Any], given: dict[str, Any]) -> APIFuture:
+        made = {**given, **self._session, "model_seq_id": next(self._models)}
+        return self.call(verb, made, lambda found: TrainingClient(self, found["model_id"]))
 
     def create_sampling_client(self, model_path: str | None = None, base_model: str | None = None) -> APIFuture:
         """Return a client that samples from saved adapters, or from the base."""
-        verb = self.service.create_sampling_session(self._session, next(self.samplers), base_model, model_path)
-        return self.call(verb, lambda found: SamplingClient(self, found["sampling_session_id"]))
+        given = {**self._session, "base_model": base_model, "model_path": model_path}
+        return self.sampling_client(self.service.create_sampling_session, given)
+
+    def sampling_client(self, verb: Callable[..., Any], given: dict[str, Any]) -> APIFuture:
+        """Return a client of the sampling session that a verb begins."""
+        made = {**given, "sampling_session_seq_id": next(self._samplers)}
+        return self.call(verb, made, lambda found: SamplingClient(self, found["sampling_session_id"]))
 
     def close(self) -> APIFuture:
         """End the session, and free its models and samplers."""
-        return self.call(self.service.finish_session(self._session))
+        return self.call(self.service.finish_session, self._session)
 
 
 class TrainingClient:
@@ -165,43 +127,39 @@ class TrainingClient:
     def __init__(self, client: ServiceClient, model_id: str) -> None:
         self._client, self._service, self.model_id = client, client.service, model_id
 
-    def forward_backward(self, data: Sequence[Any], loss_fn: str, loss_fn_config: Config = None) -> APIFuture:
-        """Add the gradients of a loss to those since the last step."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=False)
+    def _call(self, verb: Callable[..., Any], given: dict[str, Any]) -> APIFuture:
+        return self._client.call(verb, {"model_id": self.model_id, **given})
 
-    def forward(self, data: Sequence[Any], loss_fn: str, loss_fn_config: Config = None) -> APIFuture:
-        """Compute a loss without its gradients."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+    def forward_backward(
+        self, data: Sequence[Any], loss_fn: str, loss_fn_config: Config = None, *, forward_only: bool = False
+    ) -> APIFuture:
+        """Add the gradients of a loss to those since the last step; `forward` computes the loss alone."""
+        given = {"data": data, "loss_fn": loss_fn, "loss_fn_config": loss_fn_config, "forward_only": forward_only}
+        return self._call(self._service.forward_backward, given)
 
-    def _pass(self, data: Sequence[Any], loss_fn: str, config: Config, *, forward_only: bool) -> APIFuture:
-        verb = self._service.forward_backward(self.model_id, [*map(_datum, data)], loss_fn, config, forward_only)
-        return self._client.call(verb, Output)
+    forward = partialmethod(forward_backward, forward_only=True)
 
     def optim_step(self, adam_params: Any) -> APIFuture:
         """Make a step of AdamW with the gradients since the last one."""
-        given = AdamParams(**{name: vars(adam_params)[name] for name in AdamParams.model_fields})
-        return self._client.call(self._service.optim_step(self.model_id, given))
+        return self._call(self._service.optim_step, {"adam_params": adam_params})
 
     def save_state(self, name: str | None = None, overwrite: bool = False) -> APIFuture:
         """Save adapters and optimizer."""
-        return self._client.call(self._service.save_weights(self.model_id, name, overwrite))
+        return self._call(self._service.save_weights, {"path": name, "overwrite": overwrite})
 
     def save_weights_for_sampler(self, name: str | None = None) -> APIFuture:
         """Save adapters to sample from."""
-        return self._client.call(self._service.save_weights_for_sampler(self.model_id, name))
+        return self._call(self._service.save_weights_for_sampler, {"path": name})
 
-    def load_state(self, path: str) -> APIFuture:
-        """Load saved adapters, with a fresh optimizer."""
-        return self._client.call(self._service.load_weights(path, False, self.model_id))
+    def load_state(self, path: str, *, optimizer: bool = False) -> APIFuture:
+        """Load saved adapters, with a fresh optimizer or with the saved one."""
+        return self._call(self._service.load_weights, {"path": path, "optimizer": optimizer})
 
-    def load_state_with_optimizer(self, path: str) -> APIFuture:
-        """Load saved adapters and their optimizer."""
-        return self._client.call(self._service.load_weights(path, True, self.model_id))
+    load_state_with_optimizer = partialmethod(load_state, optimizer=True)
 
     def save_weights_and_get_sampling_client(self) -> APIFuture:
         """Return a client that samples from the present weights, whatever is trained later."""
-        verb = self._service.save_weights_for_sampler(self.model_id, None, next(self._client.samplers))
-        return self._client.call(verb, lambda found: SamplingClient(self._client, found["sampling_session_id"]))
+        return self._client.sampling_client(self._service.save_weights_for_sampler, {"model_id": self.model_id})
 
 
 class SamplingClient:
@@ -219,21 +177,13 @@ class SamplingClient:
         topk_sample_logprobs: int = 0,
     ) -> APIFuture:
         """Sample answers to a prompt."""
-        given = SamplingParams(**{name: vars(sampling_params)[name] for name in SamplingParams.model_fields})
-        options = next(self._numbers), num_samples, include_prompt_logprobs, topk_sample_logprobs
-        return self._client.call(
-            self._client.service.sample(self._id, tuple(prompt.to_ints()), given, *options), lambda found: found
-        )
+        given = {"sampling_session_id": self._id, "seq_id": next(self._numbers), "prompt": prompt}
+        given |= {"num_samples": num_samples, "sampling_params": sampling_params}
+        given |= {"prompt_logprobs": include_prompt_logprobs, "topk_sample_logprobs": topk_sample_logprobs}
+        return self._client.call(self._client.service.sample, given)
 
     def compute_logprobs(self, prompt: Any) -> APIFuture:
         """Return the log-probability of each token of a prompt, None of the first."""
-        verb = self._client.service.sample(self._id, tuple(prompt.to_ints()), SamplingParams(max_tokens=1), 0, 1, True)
-        return self._client.call(verb, lambda found: found.prompt_logprobs)
-
-
-def _datum(datum: Any) -> losses.Datum:
-    inputs = {
-        name: np.asarray(value if isinstance(value, list | np.ndarray) else value.to_numpy())
-        for name, value in datum.loss_fn_inputs.items()
-    }
-    return losses.Datum(np.asarray(datum.model_input.to_ints(), np.int32), inputs)
+        given = {"sampling_session_id": self._id, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+        verb = self._client.service.sample
+        return self._client.call(verb, {**given, "prompt_logprobs": True}, lambda found: found.prompt_logprobs)

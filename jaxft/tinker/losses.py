@@ -14,19 +14,13 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxft import Batch, Denominators, Model, policy_loss, score_batch
+from jaxft.tinker.data import Datum
 
 LEAST_TOKENS = 32
 """Least width of a table of tokens; wider ones are powers of 2, so that few programs are compiled."""
 
 Keywords = tuple[tuple[str, Any], ...]
 """Keywords of `policy_loss` with their values."""
-
-
-class Datum(NamedTuple):
-    """Tokens of a model input, and the arrays of `loss_fn_inputs` by name, each with one number per token."""
-
-    tokens: np.ndarray
-    inputs: Mapping[str, np.ndarray]
 
 
 class Loss(NamedTuple):
@@ -59,7 +53,7 @@ LOSSES: Mapping[str, Loss] = {
 """The losses by name, as Tinker's documentation defines them; `policy_loss` clamps log-ratios to 20 in all of them."""
 
 
-def find_loss(name: str, config: Mapping[str, Any] | None = None) -> tuple[Loss, Keywords]:
+def find_loss(name: str, config: Mapping[str, float] | None = None) -> tuple[Loss, Keywords]:
     """Return a loss, and its keywords of `policy_loss` under a `loss_fn_config`.
 
     Raises:
@@ -71,11 +65,8 @@ def find_loss(name: str, config: Mapping[str, Any] | None = None) -> tuple[Loss,
     if name not in LOSSES:
         raise ValueError(f"loss_fn is {name!r:.50}; served are {', '.join(LOSSES)}")
     loss = LOSSES[name]
-    for option, value in (config or {}).items():
-        if option not in loss.options:
-            raise ValueError(f"loss_fn_config: {option!r:.50} is no option of {name}; it has {[*loss.options]}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise ValueError(f"loss_fn_config.{option} is {value!r:.50}; wanted a number, at least 0")
+    if unknown := [*(config or {}).keys() - loss.options.keys()]:
+        raise ValueError(f"loss_fn_config: {unknown[0]!r:.50} is no option of {name}; it has {[*loss.options]}")
     options = {**loss.options, **(config or {})}
     if loss.options is CLIPS and not options["clip_low_threshold"] <= 1 <= options["clip_high_threshold"]:
         raise ValueError(f"loss_fn_config: the ratio is clipped to {options}; wanted 1 between the thresholds")
@@ -104,29 +95,34 @@ def summed_loss(
 
 def check_datum(place: str, datum: Datum, loss: Loss, vocabulary: int, most_tokens: int) -> None:
     """Raise a ValueError unless a datum has what a loss reads; `place` names it."""
-    length = len(datum.tokens)
+    length, inputs = len(datum.model_input), datum.loss_fn_inputs
     if not 1 <= length < most_tokens:
         raise ValueError(f"{place} has {length} tokens; wanted 1 to {most_tokens - 1}")
     for name in ("target_tokens", *loss.fields.values()):
-        if name not in datum.inputs:
-            raise ValueError(f"{place}.loss_fn_inputs lacks {name!r}; it has {', '.join(datum.inputs) or 'nothing'}")
-        if (shape := datum.inputs[name].shape) != (length,):
+        if name not in inputs:
+            raise ValueError(f"{place}.loss_fn_inputs lacks {name!r}; it has {', '.join(inputs) or 'nothing'}")
+        if (shape := inputs[name].shape) != (length,):
             raise ValueError(
                 f"{place}.loss_fn_inputs.{name} has shape {list(shape)}; wanted [{length}], one number per token"
             )
-        if not np.isfinite(datum.inputs[name]).all():
+        if not np.isfinite(inputs[name]).all():
             raise ValueError(f"{place}.loss_fn_inputs.{name} holds a number that is not finite")
-    for name, ids in (("model_input", datum.tokens), ("loss_fn_inputs.target_tokens", datum.inputs["target_tokens"])):
-        if (wrong := (ids < 0) | (ids >= vocabulary)).any():
-            first = int(np.argmax(wrong))
-            raise ValueError(f"{place}.{name}[{first}] is {ids[first]}; wanted a token below {vocabulary}")
+    for name, ids in (("model_input", datum.model_input), ("loss_fn_inputs.target_tokens", inputs["target_tokens"])):
+        check_tokens(f"{place}.{name}", ids, vocabulary)
+
+
+def check_tokens(place: str, ids: np.ndarray, vocabulary: int) -> None:
+    """Raise a ValueError unless all ids are below `vocabulary`; `place` names them."""
+    if (wrong := (ids < 0) | (ids >= vocabulary)).any():
+        first = int(np.argmax(wrong))
+        raise ValueError(f"{place}[{first}] is {ids[first]}; wanted a token below {vocabulary}")
 
 
 def make_parts(data: Sequence[Datum], loss: Loss, most_tokens: int) -> list[tuple[list[int], Batch]]:
     """Return microbatches of at most `most_tokens` tokens, or of one row, and the numbers of the data in their rows."""
     by_width: dict[int, list[int]] = {}
     for number, datum in enumerate(data):
-        by_width.setdefault(max(LEAST_TOKENS, _power_of_2(len(datum.tokens) + 1)), []).append(number)
+        by_width.setdefault(max(LEAST_TOKENS, _power_of_2(len(datum.model_input) + 1)), []).append(number)
     parts = []
     for width, numbers in sorted(by_width.items()):
         rows = max(1, most_tokens // width)
@@ -142,11 +138,12 @@ def _table(data: Sequence[Datum], loss: Loss, width: int) -> Batch:
     tables: dict[str, Any] = {name: np.zeros(shape, np.float32) for name in loss.fields}
     tables |= {"tokens": np.zeros(shape, np.int32), "targets": np.zeros(shape, np.int32)}
     mask: Any = np.zeros(shape, bool)
-    for row, (tokens, inputs) in enumerate(data):
-        tables["tokens"][row, : len(tokens)] = tokens
-        mask[row, 1 : len(tokens) + 1] = True
+    for row, datum in enumerate(data):
+        length = len(datum.model_input)
+        tables["tokens"][row, :length] = datum.model_input
+        mask[row, 1 : length + 1] = True
         for name, source in names.items():
-            tables[name][row, 1 : len(tokens) + 1] = inputs[source]
+            tables[name][row, 1 : length + 1] = datum.loss_fn_inputs[source]
     return Batch(completion_mask=mask, **tables)
 
 

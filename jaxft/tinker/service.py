@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -21,18 +21,20 @@ from jaxft.core import ADAPTER, BASE
 from jaxft.files import home_path
 from jaxft.models import init_adapter, with_adapters
 from jaxft.rollout import MAX_TOP_LOGPROBS, Request, StopFinder
-from jaxft.tinker.losses import Datum, check_datum, find_loss, make_parts
-from jaxft.tinker.states import SavedStates
-from jaxft.tinker.training import (
+from jaxft.tinker.data import (
     AdamParams,
-    Given,
-    TrainedModel,
-    fresh_state,
-    make_programs,
-    restored_adapter,
-    restored_state,
+    Datum,
+    LoraConfig,
+    ModelInput,
+    Output,
+    SampledSequence,
+    Samples,
+    SamplingParams,
+    TensorData,
 )
-from jaxft.tinker.wire import PromptIds
+from jaxft.tinker.losses import check_datum, check_tokens, find_loss, make_parts
+from jaxft.tinker.states import SavedStates
+from jaxft.tinker.training import TrainedModel, fresh_state, make_programs, restored_adapter, restored_state
 
 LORA_ALPHA = 32.0
 """Tinker's `alpha` of adapters of any rank."""
@@ -46,8 +48,7 @@ NO_UNEMBED = "the unembedding has no adapter here: train_unembed changes nothing
 STATES = "tinker"
 """Folder of saved states."""
 
-MAX_RANK = 256
-"""Largest rank of adapters."""
+FRESH = LoraConfig()
 
 MOST_SAMPLERS = 32
 """Most samplers of a session, as no client says when it needs one no more: the one that was used least lately goes."""
@@ -55,62 +56,13 @@ MOST_SAMPLERS = 32
 MOST_SAMPLES = 1024
 """Most samples of a request."""
 
-
-class NotFound(ValueError):
-    """A model or sampler is not here, or is no more."""
-
-
-class Gone(NotFound):
-    """A session has ended, or the result of a request is here no more."""
-
-
-class LoraConfig(Given):
-    """Settings of fresh adapters."""
-
-    rank: int = Field(default=32, ge=1)
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-
-class SamplingParams(Given):
-    """Settings of sampling; `stop` is text or texts, token ids, an empty list for no stop, or None for the model's."""
-
-    max_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-
-
 Result = dict[str, Any]
 Number = Annotated[int, Field(ge=0)]
 Metadata = dict[str, Any] | None
 
 
-class Output(NamedTuple):
-    """Sums over the tokens of a forward pass by name, and the log-probabilities of each datum's targets."""
-
-    metrics: dict[str, float]
-    logprobs: list[np.ndarray]
-
-
-class Sequence(NamedTuple):
-    """A sampled answer; `stop_reason` is stop or length."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    stop_reason: str
-    topk_logprobs: Any
-
-
-class Samples(NamedTuple):
-    """Answers to a prompt, and the log-probabilities of its tokens, None for the first, if they were asked for."""
-
-    sequences: list[Sequence]
-    prompt_logprobs: list[float | None] | None
+class Gone(ValueError):
+    """A session has ended, or the result of a request is here no more."""
 
 
 @dataclass
@@ -207,22 +159,18 @@ class Service:
         session_id: str,
         model_seq_id: int,
         base_model: str,
-        lora_config: LoraConfig | None = None,
-        optimizer_config: Metadata = None,
+        lora_config: LoraConfig = FRESH,
+        optimizer_config: dict[Literal["type"], Literal["adamw"]] | None = None,
         user_metadata: Metadata = None,
     ) -> Result:
         """Make fresh adapters, which change nothing yet, and the state of their optimizer."""
-        session, given = self.session(session_id), lora_config or LoraConfig()
+        session = self.session(session_id)
         self._check_base(base_model)
-        if (optimizer_config or {}).get("type", "adamw") != "adamw":
-            raise ValueError(f"optimizer_config.type is {optimizer_config}; served is adamw")
-        if given.rank > MAX_RANK:
-            raise ValueError(f"lora_config.rank is {given.rank}; wanted 1 to {MAX_RANK}")
-        targets = tuple(target for name, target in TARGETS.items() if given.model_dump()[name])
+        targets = tuple(target for name, target in TARGETS.items() if lora_config.model_dump()[name])
         if not targets:
             raise ValueError("lora_config: train_attn and train_mlp are both false, and the unembedding has no adapter")
-        model = self._with_adapters(given.rank, targets)
-        seed = model_seq_id if given.seed is None else given.seed
+        model = self._with_adapters(lora_config.rank, targets)
+        seed = model_seq_id if lora_config.seed is None else lora_config.seed
         key = jax.random.key(seed % 2**63, impl="threefry2x32")
         state = await self._policy.read(lambda base: fresh_state(model, base, init_adapter(model, key)))
         made = TrainedModel(f"{session_id}:train:{model_seq_id}", model, state, user_metadata or {})
@@ -241,7 +189,7 @@ class Service:
         model_id: str,
         data: list[Datum],
         loss_fn: str,
-        loss_fn_config: Metadata = None,
+        loss_fn_config: dict[str, Annotated[float, Field(ge=0)]] | None = None,
         forward_only: bool = False,
     ) -> Output:
         """Add the gradients of a loss, which is a sum over tokens, to those since the last step."""
@@ -262,7 +210,7 @@ class Service:
                 totals += sums
                 logprobs |= zip(numbers, found, strict=True)
         metrics = {"loss:sum": float(totals[0]), "entropy:sum": float(totals[1])}
-        return Output(metrics, [logprobs[number] for number in range(len(data))])
+        return Output(metrics, [{"logprobs": TensorData(logprobs[number])} for number in range(len(data))])
 
     async def optim_step(self, model_id: str, adam_params: AdamParams) -> Result:
         """Make one step of AdamW with the gradients since the last one; where all are zero, change nothing."""
@@ -281,31 +229,24 @@ class Service:
         path: str,
         optimizer: bool,
         model_id: str | None = None,
-        session_id: str | None = None,
-        model_seq_id: int | None = None,
+        session_id: str = "",
+        model_seq_id: int = 0,
         user_metadata: Metadata = None,
     ) -> Result:
         """Load saved adapters, with the state of their optimizer or without, into a model, or into a new one."""
-
-        async def load() -> tuple[Model, Any, dict[str, Any]]:
+        session = self.session(session_id if model_id is None else model_id.partition(":")[0])
+        known = None if model_id is None else self.model(model_id)
+        async with asyncio.Lock() if known is None else known.lock:
             model, arrays, about = await self._loaded(path)
-            read = self._policy.read(lambda base: restored_state(model, base, arrays, optimizer=optimizer))
-            return model, await read, about
-
-        if model_id is not None:
-            known = self.model(model_id)
-            async with known.lock:
-                model, state, _ = await load()
-                if model != known.model:
-                    raise ValueError(f"{path} holds adapters of {model.lora}, and the model has {known.lora}")
-                await self._policy.read(lambda _: known.use(state))
-        elif session_id is None or model_seq_id is None:
-            raise ValueError("load_weights wants a model_id, or session_id and model_seq_id")
-        else:
-            session, model_id = self.session(session_id), f"{session_id}:train:{model_seq_id}"
-            model, state, about = await load()
-            session.models[model_id] = TrainedModel(model_id, model, state, user_metadata or about["user_metadata"])
-        return {"path": path, "model_id": model_id}
+            if known is not None and model != known.model:
+                raise ValueError(f"{path} holds adapters of {model.lora}, and the model has {known.lora}")
+            state = await self._policy.read(lambda base: restored_state(model, base, arrays, optimizer=optimizer))
+            if known is None:
+                made_id, metadata = f"{session_id}:train:{model_seq_id}", user_metadata or about["user_metadata"]
+                known = session.models[made_id] = TrainedModel(made_id, model, state, metadata)
+            else:
+                known.use(state)
+        return {"path": path, "model_id": known.id}
 
     async def save_weights_for_sampler(
         self, model_id: str, path: str | None = None, sampling_session_seq_id: int | None = None
@@ -330,13 +271,11 @@ class Service:
         """Return base, rank and metadata of a model with saved states."""
         listed = await asyncio.to_thread(self.states.listed, model_id)
         if not listed:
-            raise NotFound(f"there is no saved state of a model {model_id!r:.100}")
-        last = listed[-1]
-        return {
-            **{"training_run_id": model_id, "base_model": self.name, "model_owner": "jaxft", "is_lora": True},
-            **{"lora_rank": last["rank"], "user_metadata": last["user_metadata"], "last_request_time": last["time"]},
-            "last_checkpoint": next((each for each in listed[::-1] if each["checkpoint_type"] == "training"), None),
-        }
+            raise ValueError(f"there is no saved state of a model {model_id!r:.100}")
+        about = {"training_run_id": model_id, "base_model": self.name, "model_owner": "jaxft", "is_lora": True}
+        about |= {"lora_rank": listed[-1]["rank"], "user_metadata": listed[-1]["user_metadata"]}
+        trained = [each for each in listed if each["checkpoint_type"] == "training"]
+        return {**about, "last_request_time": listed[-1]["time"], "last_checkpoint": trained[-1] if trained else None}
 
     async def weights_info(self, tinker_path: str) -> Result:
         """Return base and rank of a saved state."""
@@ -372,7 +311,7 @@ class Service:
     async def sample(
         self,
         sampling_session_id: str,
-        prompt: PromptIds,
+        prompt: ModelInput,
         sampling_params: SamplingParams,
         seq_id: int = 0,
         num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1,
@@ -383,53 +322,49 @@ class Service:
 
         Their noise depends on the number of the sampler in its session and on `seq_id`, or on the seed alone.
         """
-        sampler, given = self._sampler(sampling_session_id), sampling_params
+        sampler, given, ids = self._sampler(sampling_session_id), sampling_params, tuple(prompt.to_ints())
         engine, template = self._policy.engine, self._policy.template
-        room = max(1, engine.max_context_tokens - len(prompt))
-        if prompt_logprobs and len(prompt) == engine.max_context_tokens:  # which has no room for an answer
-            if wrong := [each for each in prompt if not 0 <= each < engine.vocabulary]:
-                raise ValueError(f"the prompt holds {wrong[0]}; wanted tokens below {engine.vocabulary}")
-            empty = [Sequence([], [], "length", None)] * num_samples
-            return Samples(empty, await self._prompt_logprobs(sampler, prompt))
+        room = engine.max_context_tokens - len(ids)
         stop: Any = [given.stop] if isinstance(given.stop, str) else given.stop
         texts = [each for each in stop or () if isinstance(each, str)]
-        stop_ids = template.stop_ids if stop is None or texts else tuple(stop)
         if "" in texts:
             raise ValueError("sampling_params.stop holds an empty text")
         # As many numbers as a call of an agent has, so that nothing is compiled.
         key = (0, sampler.number, *divmod(seq_id, 2**32)) if given.seed is None else (1, 0, *divmod(given.seed, 2**32))
         requests = [
             Request(
-                prompt_ids=prompt,
+                prompt_ids=ids,
                 key_ids=(*(each % 2**32 for each in key), 0, number),
-                max_tokens=min(given.max_tokens or room, room),
+                max_tokens=max(1, min(given.max_tokens or room, room)),
                 temperature=given.temperature,
                 top_k=max(0, given.top_k),
                 top_p=given.top_p,
-                stop_ids=stop_ids,
+                stop_ids=template.stop_ids if stop is None or texts else tuple(stop),
                 find_stop=StopFinder(template.text, texts, template.tokens.is_byte) if texts else None,
                 top_logprobs=topk_sample_logprobs,
                 adapter=sampler.adapter,
             )
             for number in range(num_samples)
         ]
+        answers = await asyncio.gather(*map(engine.submit, requests)) if room else []
         sequences = [
-            Sequence(each.token_ids, each.sampler_logprobs, each.finish_reason, each.top_logprobs or None)
-            for each in await asyncio.gather(*map(engine.submit, requests))
-        ]
-        return Samples(sequences, await self._prompt_logprobs(sampler, prompt) if prompt_logprobs else None)
+            SampledSequence(each.token_ids, each.sampler_logprobs, each.finish_reason, each.top_logprobs or None)
+            for each in answers
+        ] or [SampledSequence([], [], "length", None)] * num_samples
+        return Samples(sequences, await self._prompt_logprobs(sampler, ids) if prompt_logprobs else None)
 
-    async def _prompt_logprobs(self, sampler: Sampler, prompt: tuple[int, ...]) -> list[float | None]:
-        if len(prompt) < 2:
-            return [None] * len(prompt)
-        tokens, (loss, keywords) = np.asarray(prompt, np.int32), find_loss("cross_entropy")
-        datum = Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": np.zeros(len(prompt) - 1)})
-        ((_, batch),) = make_parts([datum], loss, self._microbatch_tokens)
+    async def _prompt_logprobs(self, sampler: Sampler, ids: tuple[int, ...]) -> list[float | None]:
+        tokens, (loss, keywords) = np.asarray(ids, np.int32), find_loss("cross_entropy")
+        check_tokens("prompt", tokens, self._policy.engine.vocabulary)
+        if len(ids) < 2:
+            return [None] * len(ids)
+        inputs: dict[str, np.ndarray] = {"target_tokens": tokens[1:], "weights": np.zeros(len(ids) - 1)}
+        ((_, batch),) = make_parts([Datum(model_input=tokens[:-1], loss_fn_inputs=inputs)], loss, 1)
         forward, _ = make_programs(sampler.model, keywords)
 
         def score(base: Any) -> list[float]:
             params = base if sampler.params is None else {BASE: base, ADAPTER: sampler.params}
-            return np.asarray(forward(params, batch)[1]["logprobs"])[0, 1 : len(prompt)].tolist()
+            return np.asarray(forward(params, batch)[1]["logprobs"])[0, 1 : len(ids)].tolist()
 
         return [None, *await self._policy.read(score)]
 
@@ -475,10 +410,10 @@ class Service:
         return self.sessions[session_id]
 
     def model(self, model_id: str) -> TrainedModel:
-        """Return a model in training; raise `NotFound` if there is none."""
+        """Return a model in training; raise `Gone` if there is none."""
         models = self.session(model_id.partition(":")[0]).models
         if model_id not in models:
-            raise NotFound(f"there is no model {model_id!r:.100}")
+            raise Gone(f"there is no model {model_id!r:.100}")
         return models[model_id]
 
     def _sampler(self, sampler_id: str) -> Sampler:
@@ -486,6 +421,6 @@ class Service:
         samplers = self.session(sampler_id.partition(":")[0]).samplers
         if sampler_id not in samplers:
             told = f"or {MOST_SAMPLERS} others were used since: make it again"
-            raise NotFound(f"there is no sampling session {sampler_id!r:.100}, {told}")
+            raise Gone(f"there is no sampling session {sampler_id!r:.100}, {told}")
         samplers[sampler_id] = samplers.pop(sampler_id)
         return samplers[sampler_id]

@@ -50,13 +50,7 @@ class SavedStates:
 
     def load(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return what is known of a saved state, and its arrays; a ValueError if there is none, or it is damaged."""
-        file = self._existing(path)
-        try:
-            with safe_open(file, "np") as opened:
-                arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
-                return json.loads(opened.metadata()["about"]), arrays
-        except (SafetensorError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: {file} is damaged: {error}") from None
+        return _read(self._existing(path), with_arrays=True)
 
     def delete(self, path: str) -> None:
         """Remove a state; a ValueError if there is none."""
@@ -66,11 +60,7 @@ class SavedStates:
         """Return what is known of each state, of one model or of all, and Tinker's description, the oldest first."""
         found = []
         for file in self.folder.glob(f"{'*' if model_id is None else _checked(model_id)}/*/*{SUFFIX}"):
-            try:
-                with safe_open(file, "np") as opened:
-                    about = json.loads(opened.metadata()["about"])
-            except (SafetensorError, KeyError, TypeError) as error:
-                raise ValueError(f"{file} is damaged, remove it: {error}") from None
+            about, _ = _read(file, with_arrays=False)
             model, kind, name = file.relative_to(self.folder).with_suffix("").parts
             path = {"checkpoint_id": f"{kind}/{name}", "tinker_path": f"tinker://{model}/{kind}/{name}"}
             found.append({**about, **path, "checkpoint_type": KINDS[kind], "size_bytes": file.stat().st_size})
@@ -87,6 +77,15 @@ class SavedStates:
         if not (file := self.file(path)).is_file():
             raise ValueError(f"{path:.300}: there is no such saved state")
         return file
+
+
+def _read(file: Path, *, with_arrays: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    try:
+        with safe_open(file, "np") as opened:
+            names = opened.keys() if with_arrays else ()
+            return json.loads(opened.metadata()["about"]), {name: opened.get_tensor(name) for name in names}
+    except (SafetensorError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged, remove it: {error}") from None
 
 
 def _checked(name: str) -> str:

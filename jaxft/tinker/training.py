@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from pydantic import BaseModel, ConfigDict, Field
 
 from jaxft import Batch, Denominators, LoraSpec, Model, TrainState, init_train_state, make_update
 from jaxft.core import ADAPTER, BASE, Sums, Update, add_microbatch, trainable
 from jaxft.models import init_adapter
-from jaxft.tinker.losses import Datum, Keywords, summed_loss
+from jaxft.tinker.data import AdamParams, Datum
+from jaxft.tinker.losses import Keywords, summed_loss
 
 _ONE: Any = np.float32(1)
 ONE = Denominators(_ONE, _ONE)
@@ -29,23 +29,6 @@ copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
 
 zeros = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))
 """Returns a tree of zeros of the same shapes."""
-
-
-class Given(BaseModel):
-    """Settings that a client gives."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class AdamParams(Given):
-    """Settings of one step of AdamW."""
-
-    learning_rate: float = Field(default=1e-4, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
 @functools.lru_cache(64)
@@ -68,18 +51,18 @@ def make_programs(model: Model, keywords: Keywords) -> tuple[Callable[..., Any],
 
 
 @functools.lru_cache(16)
-def make_step(
-    model: Model, beta1: float, beta2: float, weight_decay: float, grad_clip_norm: float
-) -> tuple[optax.GradientTransformation, Update]:
+def make_step(model: Model, settings: AdamParams) -> tuple[optax.GradientTransformation, Update]:
     """Return AdamW, and the update whose `apply` makes a step of it; equal arguments share programs.
 
-    Rate and epsilon are arrays, so that new values compile nothing; the others as arrays would change last bits.
+    Rate and epsilon are arrays in the state, so that new values compile nothing; the others as arrays would change last
+    bits.
     """
     adamw = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "eps_root", "weight_decay"))
-    optimizer = adamw(learning_rate=1e-4, eps=1e-12, b1=beta1, b2=beta2, weight_decay=weight_decay)
+    own = {"b1": settings.beta1, "b2": settings.beta2, "weight_decay": settings.weight_decay}
+    optimizer = adamw(learning_rate=settings.learning_rate, eps=settings.eps, **own)
     optimizer = optimizer._replace(init=jax.jit(optimizer.init))  # one program in the place of one for each shape
     loss_fn = partial(summed_loss, keywords=())  # which nothing calls: `add` has taken the gradients
-    return optimizer, make_update(model, loss_fn, optimizer, max_grad_norm=grad_clip_norm or None)
+    return optimizer, make_update(model, loss_fn, optimizer, max_grad_norm=settings.grad_clip_norm or None)
 
 
 class TrainedModel:
@@ -92,19 +75,25 @@ class TrainedModel:
         state: parameters and optimizer; None after a step that failed.
         grads: sum of the gradients since the last step; None after a call that failed to add some.
         lock: taken by each call in its turn.
-        next_number, changed: number of the request that begins next, and the condition that tells of it.
+        next_number: least number of the requests to come.
     """
 
     def __init__(self, model_id: str, model: Model, state: TrainState, user_metadata: Mapping[str, Any]) -> None:
         assert isinstance(model.lora, LoraSpec)
         self.id, self.model, self.lora, self.user_metadata = model_id, model, model.lora, user_metadata
-        self.lock, self.next_number, self.changed = asyncio.Lock(), 1, asyncio.Condition()
+        self.lock, self.next_number = asyncio.Lock(), 1
         self.use(state)
 
     def use(self, state: TrainState) -> None:
         """Go on from another state, without the gradients so far."""
         self.state: TrainState | None = state
         self.grads: Any = zeros(trainable(self.model, state.params))
+
+    def take(self, number: int) -> None:
+        """Count a request; a ValueError if its number is below that of an earlier one, whose result is not kept."""
+        if number < self.next_number:
+            raise ValueError(f"seq_id is {number}: request {self.next_number} of {self.id} comes next")
+        self.next_number = number + 1
 
     @property
     def usable_state(self) -> TrainState:
@@ -125,7 +114,7 @@ class TrainedModel:
             grads, self.grads = self._usable_grads(), None
             self.grads, computed = add(params, grads, batch)
         loss, metrics = jax.device_get(computed)
-        logprobs = [metrics["logprobs"][row, 1 : len(datum.tokens) + 1] for row, datum in enumerate(data)]
+        logprobs = [metrics["logprobs"][row, 1 : len(datum.model_input) + 1] for row, datum in enumerate(data)]
         return np.array([loss, metrics["entropy"]], np.float64), logprobs
 
     def step(self, given: AdamParams) -> dict[str, float]:
@@ -135,9 +124,9 @@ class TrainedModel:
             grads = self._usable_grads()
         finally:
             self.grads = zeros(trainable(self.model, state.params))
-        _, update = make_step(self.model, **given.model_dump(exclude={"learning_rate", "eps"}))
-        opt_state: Any = state.opt_state
         traced = {"learning_rate": np.float32(given.learning_rate), "eps": np.float32(given.eps)}
+        _, update = make_step(self.model, given.model_copy(update=dict.fromkeys(traced, 0.0)))
+        opt_state: Any = state.opt_state
         opt_state = opt_state._replace(hyperparams={**opt_state.hyperparams, **traced})
         self.state = None
         self.state, metrics = update.apply(
@@ -165,7 +154,7 @@ class TrainedModel:
 
 def fresh_state(model: Model, base: Any, adapter: Any) -> TrainState:
     """Return the state before the first step."""
-    optimizer, _ = make_step(model, **AdamParams().model_dump(exclude={"learning_rate", "eps"}))
+    optimizer, _ = make_step(model, AdamParams(learning_rate=0.0, eps=0.0))
     params = {BASE: base, ADAPTER: jax.device_put(adapter, jax.tree.leaves(base)[0].sharding)}
     return init_train_state(params, optimizer, model)
 

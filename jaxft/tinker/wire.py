@@ -7,22 +7,21 @@ skipped, as in every reader of Protocol Buffers.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
-from pydantic import BeforeValidator
 
-from jaxft.tinker.losses import Datum
+from jaxft.tinker.data import Datum, Output, Samples
 
 PROTOBUF = "application/x-protobuf"
 
 MESSAGES: Mapping[str, str] = {
     "ForwardBackwardRequest": "1 model_id text, 2 seq_id int, 3 data Datum*, 4 loss_fn text, 6 forward_only int, "
-    "7 config ValueEntry*",
+    "7 loss_fn_config_v2 ValueEntry*",
     "Datum": "1 model_input Chunk*, 2 loss_fn_inputs TensorEntry*",
     "Chunk": "1 encoded_text Tokens",
     "Tokens": "1 tokens bytes",
@@ -36,7 +35,7 @@ MESSAGES: Mapping[str, str] = {
     "BatchedEntry": "1 key text, 2 value BatchedTensor",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int",
     "SampleResponse": "1 sequences Sequence*, 2 prompt_logprobs bytes",
-    "Sequence": "1 stop_reason int, 2 tokens bytes, 3 logprobs bytes, 4 topk TopkLogprobs",
+    "Sequence": "1 stop_reason int, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k int, 4 length int",
 }
 """Numbers, names and types of the fields of each message; `*` marks repeated ones."""
@@ -87,7 +86,7 @@ def read_forward_backward(body: bytes) -> dict[str, Any]:
         "seq_id": found.seq_id,
         "data": [_datum(f"data[{number}]", each) for number, each in enumerate(found.data)],
         "loss_fn": found.loss_fn,
-        "loss_fn_config": {each.key: each.value.text or each.value.number for each in found.config},
+        "loss_fn_config": {each.key: each.value.text or each.value.number for each in found.loss_fn_config_v2},
         "forward_only": bool(found.forward_only),
     }
 
@@ -104,7 +103,7 @@ def _datum(place: str, found: Any) -> Datum:
     if not all(chunk.HasField("encoded_text") for chunk in found.model_input):
         raise ValueError(f"{place} holds images or sound; served are tokens")
     tokens = [_array(place, chunk.encoded_text.tokens, 3) for chunk in found.model_input]
-    return Datum(np.concatenate(tokens) if tokens else np.zeros(0, np.int32), inputs)
+    return Datum(model_input=np.concatenate([np.zeros(0, np.int32), *tokens]), loss_fn_inputs=inputs)
 
 
 def _array(place: str, data: bytes, dtype: int) -> np.ndarray:
@@ -113,54 +112,35 @@ def _array(place: str, data: bytes, dtype: int) -> np.ndarray:
     return np.frombuffer(data, DTYPES[dtype])
 
 
-def _prompt_ids(value: Any) -> Any:
-    """Return the token ids of a `ModelInput`."""
-    if not isinstance(value, dict):
-        return value
-    chunks, ids = value.get("chunks"), list[Any]()
-    for number, chunk in enumerate(chunks if isinstance(chunks, list) else [chunks]):
-        match chunk:
-            case {"type": "encoded_text", "tokens": [*tokens]}:
-                ids += tokens
-            case _:
-                raise ValueError(f"chunks[{number}] is no encoded_text: served are tokens")
-    return ids
-
-
-PromptIds = Annotated[tuple[int, ...], BeforeValidator(_prompt_ids)]
-"""Token ids of a prompt, which Tinker's clients send as a `ModelInput`."""
-
-
-def write_forward_backward(found: Any) -> bytes:
+def write_forward_backward(output: Output) -> bytes:
     """Return the result of `Service.forward_backward` as a `ForwardBackwardOutput`."""
-    ends = np.cumsum([0, *(4 * len(each) for each in found.logprobs)]).astype("<i8")
-    data = b"".join(each.astype("<f4").tobytes() for each in found.logprobs)
-    field = {"key": "logprobs", "value": {"data": data, "offsets": ends.tobytes(), "dtype": 1}}
-    output = CLASSES["ForwardBackwardOutput"](
+    arrays = [each["logprobs"].to_numpy() for each in output.loss_fn_outputs]
+    offsets = np.cumsum([0, *(each.nbytes for each in arrays)]).astype("<i8").tobytes()
+    field = {"key": "logprobs", "value": {"data": b"".join(map(bytes, arrays)), "offsets": offsets, "dtype": 1}}
+    message = CLASSES["ForwardBackwardOutput"](
         loss_fn_output_type="ArrayRecord",
-        loss_fn_outputs=[{"fields": [field], "num_datums": len(found.logprobs)}],
-        metrics=[{"key": name, "value": value} for name, value in found.metrics.items()],
+        loss_fn_outputs=[{"fields": [field], "num_datums": len(arrays)}],
+        metrics=[{"key": name, "value": value} for name, value in output.metrics.items()],
     )
-    return bytes(output.SerializeToString())
+    return bytes(message.SerializeToString())
 
 
-def write_sample(found: Any) -> bytes:
+def write_sample(samples: Samples) -> bytes:
     """Return the result of `Service.sample` as a `SampleResponse`; NaN stands for None."""
-    scores = found.prompt_logprobs
     sequences = [
         {
             "stop_reason": int(each.stop_reason != "stop"),
             "tokens": np.array(each.tokens, "<i4").tobytes(),
             "logprobs": np.array(each.logprobs, "<f4").tobytes(),
-            "topk": _topk(each.topk_logprobs or ()),
+            "topk_sampled_logprobs": _topk(each.topk_logprobs),
         }
-        for each in found.sequences
+        for each in samples.sequences
     ]
-    prompt = None if scores is None else np.array(scores, "<f4").tobytes()
+    prompt = np.array(samples.prompt_logprobs or (), "<f4").tobytes() or None
     return bytes(CLASSES["SampleResponse"](sequences=sequences, prompt_logprobs=prompt).SerializeToString())
 
 
-def _topk(rows: Sequence[Sequence[tuple[int, float]]]) -> dict[str, Any] | None:
+def _topk(rows: Sequence[Sequence[tuple[int, float]]] | None) -> dict[str, Any] | None:
     if not rows:
         return None
     shape = len(rows), max(map(len, rows))

@@ -11,13 +11,16 @@ import pytest
 
 from jaxft.rollout.transport import async_transport, http_library
 from jaxft.tinker import app as served
-from jaxft.tinker.app import endpoints, fields_of, make_app
-from jaxft.tinker.losses import Datum
-from jaxft.tinker.service import Output, Service
+from jaxft.tinker.app import endpoints, make_app
+from jaxft.tinker.data import Datum, Output, TensorData, fields_of
+from jaxft.tinker.service import Service
 from jaxft.tinker.wire import CLASSES, PROTOBUF, read_forward_backward, write_forward_backward
 
-TEXT = {"type": "encoded_text", "tokens": 3}
-"""A chunk whose tokens are no list."""
+IMAGE = {"type": "image", "tokens": []}
+"""A chunk that is not served."""
+
+SAMPLE = {"sampling_session_id": "a", "prompt": {"chunks": []}, "sampling_params": {}}
+LORA = {"session_id": "a", "model_seq_id": 0, "base_model": "a"}
 
 MANY = [pytest.param(600, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.tinker)]
 """Numbers of requests of nonsense."""
@@ -76,14 +79,16 @@ def test_a_session_lives_by_its_heartbeats_and_ends(service):
         ("get_info", {"model_id": "a:train:0"}, 410, "there is no session 'a'"),
         ("optim_step", {"model_id": "a:train:0", "seq_id": 1, "adam_params": {}}, 410, "no session 'a'"),
         ("optim_step", {"model_id": "a", "adam_params": {"beta1": 1}}, 422, "adam_params.beta1 is 1"),
-        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": [{}]}}, 422, "no encoded_text"),
-        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": 3}}, 422, "no encoded_text"),
-        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": [TEXT]}}, 422, "no encoded_text"),
+        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": [{}]}}, 422, "chunks.0.tokens is {}"),
+        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": 3}}, 422, "prompt.chunks is 3"),
+        ("asample", {"sampling_session_id": "a", "prompt": {"chunks": [IMAGE]}}, 422, "should be 'encoded_text'"),
         ("forward_backward", b"\x0a\xff", 400, "no ForwardBackwardRequest"),
-        ("asample", {"prompt": [1], "sampling_session_id": "a", "sampling_params": {}, "num_samples": 0}, 422, "is 0"),
+        ("asample", {**SAMPLE, "num_samples": 0}, 422, "num_samples is 0"),
+        ("create_model", {**LORA, "lora_config": {"rank": 257}}, 422, "lora_config.rank is 257: "),
+        ("create_model", {**LORA, "optimizer_config": {"type": "dimuon"}}, 422, "optimizer_config.type is 'dimuon'"),
         ("retrieve_future", {"request_id": "a"}, 410, "there is no session 'a'"),
         ("weights_info", {"tinker_path": "tinker://../weights/a"}, 400, "'..' is no name"),
-        ("telemetrie", {}, 404, "served are GET /api/v1/healthz, POST /api/v1/client"),
+        ("telemetrie", {}, 404, "served are POST /api/v1/retrieve_future, POST /api/v1/asample, GET"),
     ],
 )  # fmt: skip
 def test_bad_requests_are_refused_with_their_reason(service, path, body, status, told):
@@ -100,7 +105,7 @@ def test_unknown_fields_at_their_defaults_are_those_of_a_newer_client(service):
 def test_nothing_that_is_sent_makes_the_server_fail(service, count):
     draw = random.Random(0)
     table = [each for each in endpoints(service) if each.path != "sessions/{session_id}/finish"]
-    known = {each: fields_of(each.verb, is_long=each.is_long).model_fields for each in table}
+    known = {each: {*fields_of(each.verb).model_fields} | ({"seq_id"} if each.is_long else set()) for each in table}
     names = sorted({name for fields in known.values() for name in fields})
     chunk = {"encoded_text": {"tokens": np.arange(3, dtype="<i4").tobytes()}}
     arrays = {"target_tokens": np.arange(3, dtype="<i8"), "weights": np.ones(3, "<f4")}
@@ -170,7 +175,7 @@ def test_nothing_that_is_sent_makes_the_server_fail(service, count):
 
 
 @pytest.mark.slow
-def test_requests_of_a_model_begin_in_their_order_and_only_once(service, monkeypatch):
+def test_requests_of_a_model_begin_as_they_come_and_only_once(service, monkeypatch):
     monkeypatch.setattr(served, "WAIT_SECONDS", 0.05)
 
     async def asking(post):
@@ -180,32 +185,29 @@ def test_requests_of_a_model_begin_in_their_order_and_only_once(service, monkeyp
         while (found := await post("retrieve_future", {"request_id": made["request_id"]}))[0] == 408:
             pass
         step = {"model_id": found[1]["model_id"], "adam_params": {}}
-        ids = [(await post("optim_step", {**step, "seq_id": number}))[1]["request_id"] for number in (3, 2, 2, 3)]
-        waiting = await post("retrieve_future", {"request_id": ids[0]})
-        await post("save_weights", {"model_id": step["model_id"], "seq_id": 1, "path": "a"})
-        while (done := await post("retrieve_future", {"request_id": ids[0]}))[0] == 408:
+        refused = await post("optim_step", {**step, "seq_id": 1, "adam_params": {"beta1": 1}})
+        lock = service.model(step["model_id"]).lock
+        async with lock:
+            ids = [(await post("optim_step", {**step, "seq_id": number}))[1]["request_id"] for number in (2, 2, 3)]
+            waiting = await post("retrieve_future", {"request_id": ids[0]})
+        while (done := await post("retrieve_future", {"request_id": ids[2]}))[0] == 408:
             pass
-        again = await post("retrieve_future", {"request_id": ids[0]})
-        early = await post("optim_step", {**step, "seq_id": 2**40})
-        with monkeypatch.context() as patch:
-            patch.setattr(served, "TURN_SECONDS", 0.0)
-            _, skipped = await post("optim_step", {**step, "seq_id": 6})
-            _, skipped = await post("retrieve_future", {"request_id": skipped["request_id"]})
+        first, again = [await post("retrieve_future", {"request_id": ids[each]}) for each in (0, 1)]
         session = service.session(session["session_id"])
         session.requests.clear()
-        late = await post("optim_step", {**step, "seq_id": 2})
+        late = await post("optim_step", {**step, "seq_id": 3})
         polled_late = await post("retrieve_future", {"request_id": ids[0]})
-        await post("optim_step", {**step, "seq_id": 8})  # before which there is no number 7
-        (task,) = session.requests.values()
-        await post(f"sessions/{session.id}/finish", {})
-        await asyncio.wait([task])
-        return ids, waiting, done, again, early, skipped, late, polled_late, task.cancelled()
+        async with lock:
+            await post("optim_step", {**step, "seq_id": 9})
+            (task,) = session.requests.values()
+            await post(f"sessions/{session.id}/finish", {})
+            await asyncio.wait([task])
+        return refused, ids, waiting, done, first, again, late, polled_late, task.cancelled()
 
-    ids, waiting, done, again, early, skipped, late, polled_late, is_cancelled = ask(service, asking)
-    assert "request 6 of" in skipped["error"] and "request 7" in late[1]["detail"]
-    assert len(set(ids)) == 2 and waiting[0] == 408 and waiting[1]["queue_state"] == "active"
-    assert done == again and done[1]["metrics"]["nothing_to_learn"] == 1
-    assert early[0] == late[0] == polled_late[0] == 410 and "request 4" in early[1]["detail"]
+    refused, ids, waiting, done, first, again, late, polled_late, is_cancelled = ask(service, asking)
+    assert refused[0] == 422 and len(set(ids)) == 2 and waiting[0] == 408 and waiting[1]["queue_state"] == "active"
+    assert first == again and done[1]["metrics"]["nothing_to_learn"] == 1
+    assert (late[0], polled_late[0]) == (400, 410) and "request 4" in late[1]["detail"]
     assert is_cancelled and not service.sessions
 
 
@@ -224,11 +226,12 @@ def test_two_hundred_clients_that_vanish_in_the_middle_leave_nothing(service):
         await post("save_weights_for_sampler", snapshot)
         await post("retrieve_future", {"request_id": f"{model_id}:1"})
         tokens = np.arange(1, 17)
-        data = [Datum(tokens.astype(np.int32), {"target_tokens": tokens, "weights": np.ones(16)})]
+        inputs = {"target_tokens": tokens, "weights": np.ones(16)}
+        data = [Datum(model_input=tokens.astype(np.int32), loss_fn_inputs=inputs)]
         service.session(session_id).requests["step"] = asyncio.create_task(
             service.forward_backward(model_id, data, "cross_entropy")
         )
-        for seq_id in (2, 4):  # number 3 never comes
+        for seq_id in (2, 4):  # number 3 was refused
             await post("optim_step", {"model_id": model_id, "seq_id": seq_id, "adam_params": {}})
         sample = {"sampling_session_id": f"{session_id}:sample:0", "sampling_params": {"max_tokens": 40, "stop": []}}
         sample["prompt"] = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
@@ -266,14 +269,15 @@ def test_messages_are_read_as_they_were_written():
     datum = {"model_input": [{"encoded_text": {"tokens": tokens.tobytes()}}] * 2}
     datum["loss_fn_inputs"] = [{"key": "weights", "value": tensor}]
     entries = [{"key": "beta", "value": {"number": 0.25}}, {"key": "kind", "value": {"text": "x"}}]
-    message = {"model_id": "m", "seq_id": 7, "data": [datum], "loss_fn": "dro", "forward_only": 1, "config": entries}
+    message = {"model_id": "m", "seq_id": 7, "data": [datum], "loss_fn": "dro", "forward_only": 1}
+    message["loss_fn_config_v2"] = entries
     found = read_forward_backward(encode("ForwardBackwardRequest", message))
     (read,) = found.pop("data")
     assert found.pop("loss_fn_config") == {"beta": 0.25, "kind": "x"}
     assert found == {"model_id": "m", "seq_id": 7, "loss_fn": "dro", "forward_only": True}
-    assert read.tokens.tolist() == [5, 6, 5, 6] and read.inputs["weights"].tolist() == [0.5, 1.0]
+    assert read.model_input.tolist() == [5, 6, 5, 6] and read.loss_fn_inputs["weights"].tolist() == [0.5, 1.0]
     logprobs = [np.array([-1.0], np.float32), np.array([-2.0, -3.0], np.float32)]
-    output = Output({"loss:sum": 2.5}, logprobs)
+    output = Output({"loss:sum": 2.5}, [{"logprobs": TensorData(each)} for each in logprobs])
     written = CLASSES["ForwardBackwardOutput"].FromString(write_forward_backward(output))
     (record,), (entry,) = written.loss_fn_outputs, written.metrics
     assert (record.num_datums, entry.key, entry.value) == (2, "loss:sum", 2.5)

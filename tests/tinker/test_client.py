@@ -15,7 +15,8 @@ def test_a_script_for_tinker_trains_and_samples_without_a_socket(policy, tmp_pat
     client = service.create_lora_training_client(base_model=service.model_name, rank=4, seed=1).result()
     tokens = np.arange(1, 18)
     row = tinker.ModelInput.from_ints(tokens[:-1])
-    data = [tinker.Datum(row, {"target_tokens": tokens[1:].tolist(), "weights": np.ones(16, np.float32)})] * 2
+    inputs = {"target_tokens": tokens[1:].tolist(), "weights": np.ones(16, np.float32)}
+    data = [tinker.Datum(model_input=row, loss_fn_inputs=inputs)] * 2
     losses = []
     for _ in range(3):
         found, step = (

@@ -9,9 +9,9 @@ import pytest
 
 from jaxft.serving.server import Server
 from jaxft.tinker.app import make_app
-from jaxft.tinker.losses import Datum
-from jaxft.tinker.service import LoraConfig, Service
-from jaxft.tinker.training import AdamParams
+from jaxft.tinker.data import AdamParams, Datum, LoraConfig
+from jaxft.tinker.service import Service
+from jaxft.tinker.wire import CLASSES
 
 pytestmark = [pytest.mark.tinker, pytest.mark.skipif(not importlib.util.find_spec("tinker"), reason="no tinker")]
 NAME = "Qwen/Qwen3-8B-Base"
@@ -75,12 +75,13 @@ def test_training_is_that_in_process_and_continues_from_a_saved_state(client, se
         model_id = (await service.create_model(session, 0, NAME, LoraConfig(rank=4, seed=3)))["model_id"]
         for step, (first, metrics) in enumerate(found):
             data = [
-                Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": ones(row)}) for row in rows(step)
+                Datum(model_input=row[:-1], loss_fn_inputs={"target_tokens": row[1:], "weights": ones(row)})
+                for row in rows(step)
             ]
             own = await service.forward_backward(model_id, data, "cross_entropy")
             assert first.metrics == own.metrics
-            for output, logprobs in zip(first.loss_fn_outputs, own.logprobs, strict=True):
-                assert np.array_equal(output["logprobs"].to_numpy(), logprobs)
+            for output, ours in zip(first.loss_fn_outputs, own.loss_fn_outputs, strict=True):
+                assert np.array_equal(output["logprobs"].to_numpy(), ours["logprobs"].to_numpy())
             assert metrics == (await service.optim_step(model_id, AdamParams(**adam)))["metrics"]
         ours = service.model(model_id).state.params["adapter"]
         over_http = service.model(trained.model_id).state.params["adapter"]
@@ -164,6 +165,21 @@ def test_a_custom_loss_has_the_gradient_of_the_same_loss_on_the_server(client, s
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def test_messages_have_the_fields_of_the_client():
+    from tinker.proto import tinker_public_pb2
+
+    def compare(own, theirs):
+        for field in own.fields:
+            found = theirs.fields_by_number[field.number]
+            assert (field.name, field.is_repeated) == (found.name, found.is_repeated)
+            assert field.type == found.type or {field.type, found.type} <= {3, 5, 8, 13, 14}  # integers, bool, enum
+            if field.message_type is not None:
+                compare(field.message_type, found.message_type)
+
+    for name in ("ForwardBackwardRequest", "ForwardBackwardOutput", "SampleResponse"):
+        compare(CLASSES[name].DESCRIPTOR, tinker_public_pb2.DESCRIPTOR.message_types_by_name[name])
+
+
 def test_what_is_not_served_is_refused_by_name(client, url):
     import tinker
 
@@ -171,9 +187,14 @@ def test_what_is_not_served_is_refused_by_name(client, url):
     data = as_data(tinker, rows(1), weights=lambda row: np.ones(len(row) - 1, np.float32))
     with pytest.raises(tinker.RequestFailedError, match="served are cross_entropy, importance_sampling"):
         trained.forward_backward(data, "gspo").result()
-    with pytest.raises(tinker.RequestFailedError, match=r"rank is 4000; wanted 1 to 256"):
+    with pytest.raises(
+        tinker.UnprocessableEntityError, match=r"rank is 4000: Input should be less than or equal to 256"
+    ):
         client.create_lora_training_client(base_model=NAME, rank=4000).result()
     with pytest.raises(tinker.RequestFailedError, match="base_model is 'Other'"):
         client.create_lora_training_client(base_model="Other", rank=4).result()
+    with pytest.raises(tinker.UnprocessableEntityError, match=r"adam_params.beta1 is 1.0"):
+        trained.optim_step(tinker.AdamParams(beta1=1.0)).result()
+    assert trained.optim_step(tinker.AdamParams()).result().metrics["nothing_to_learn"] == 1  # a refusal holds up none
     with pytest.raises(tinker.AuthenticationError):
         tinker.RestClient(base_url=url, api_key="tml-other").get_server_capabilities().result()
