@@ -18,7 +18,7 @@ from jaxft.core.fused_head import fused_token_logprobs, takes_fused_head
 from jaxft.core.packing import Branches
 from jaxft.core.sharding import compute_platform
 from jaxft.core.softmax import Statistics, logprobs_by, scaling_temperature, softmax_statistics
-from jaxft.core.types import Model, Params, RouterScores, Scored, same_params
+from jaxft.core.types import Model, Params, Scored, same_params
 
 CHUNK_LOGITS = 2**27
 """Default number of logits per chunk: 512 MiB of float32."""
@@ -146,7 +146,7 @@ def token_logprobs(
         """Return the hidden states of all tokens, those that predict the second token and later ones, and routers."""
         apply = model.apply if branches is None else partial(model.apply, branches=branches)
         if experts is not None:
-            apply = partial(apply, chosen=jnp.moveaxis(experts, 2, 0))
+            apply = partial(apply, chosen=jnp.moveaxis(experts, 2, 0), counted=completion_mask)
         hidden, routers = apply(params, tokens, positions, segment_ids=segment_ids)
         return (hidden := jnp.asarray(hidden)), previous(hidden, branches), routers  # [B T D]
 
@@ -178,8 +178,7 @@ def token_logprobs(
         return aligned if continues is None else jnp.where(continues, aligned, 0.0)
 
     values = None if next_values is None else shifted(previous(next_values, branches))
-    of_routers = None if experts is None else router_metrics(routers, tokens.shape)
-    scores = Scored(shifted(logprobs), shifted(entropy), values, next_values, routers=of_routers)
+    scores = Scored(shifted(logprobs), shifted(entropy), values, next_values, routers=routers)
     if with_sum_pi_squared:  # log sum(p^2) = 2 log p_y - log q_y for any y, as q is p^2, normalised
         scored[2] = scaling_temperature(temperature[:, 1:]) / 2
         of_half = _score(model, None, False, chunk_tokens, params, None, *options, *scored[:3])[0]
@@ -188,23 +187,6 @@ def token_logprobs(
         scores = scores._replace(sum_pi_squared=jnp.where(is_scored, shifted(squares), 0.0))
     found: dict[str, Any] = {"overflows" if teacher is None else "divergence": shifted(x) for x in others}
     return scores._replace(**found)
-
-
-def router_metrics(found: RouterScores, shape: tuple[int, ...]) -> dict[str, Float[Array, "B T"]]:
-    """Return metrics of routers, means over the layers, as tables of this shape.
-
-    `router_entropy` is in nats, `rerouted_fraction` the share of the layers in which replay changes the experts, and
-    `expert_imbalance` the load of a layer's fullest expert as a multiple of the mean. `router_balance` is the auxiliary
-    loss of transformers (Switch Transformers, arXiv 2101.03961, equation 4): the number of experts of a token if all
-    have the same load.
-    """
-    experts, mean_load = found.load.shape[1], jnp.maximum(found.load.mean(axis=1), 1e-9)
-    scalars = {
-        "expert_imbalance": (found.load.max(axis=1) / mean_load).mean(),
-        "router_balance": experts * (found.load.mean(axis=0) * found.mass.mean(axis=0)).sum(),
-    }
-    tables = {"router_entropy": found.entropy.mean(axis=0), "rerouted_fraction": found.rerouted.mean(axis=0)}
-    return tables | {name: jnp.broadcast_to(x, shape) for name, x in scalars.items()}
 
 
 def previous(x: Shaped[Array, "B T *N"], branches: Branches | None = None) -> Shaped[Array, "B T-1 *N"]:

@@ -21,7 +21,7 @@ from jaxft.core.logprobs import token_logprobs
 from jaxft.core.losses import Metrics, policy_loss, preference_loss, value_loss
 from jaxft.core.partition import POLICY, TEACHER
 from jaxft.core.reductions import count_tokens, row_sums, token_mean
-from jaxft.core.types import Batch, Denominators, Model, Params, Scored
+from jaxft.core.types import Batch, Denominators, Model, Params, RouterScores, Scored
 
 
 @runtime_checkable
@@ -85,6 +85,7 @@ def grpo_loss(
     loss: PolicyLoss = policy_loss,
     entropy_coef: float = 0.0,
     observation_coef: float = 0.0,
+    router_aux_loss_coef: float = 0.0,
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
     teacher: Teacher | None = None,
@@ -102,6 +103,8 @@ def grpo_loss(
         entropy_coef: weight of the entropy bonus, the mean entropy of all trained tokens in nats (arXiv 1602.01783).
         observation_coef: weight of the mean negative log-probability, at temperature 1, of the tokens in the results of
             tools (ECHO, arXiv 2605.24517); needs `batch.observation_mask`.
+        router_aux_loss_coef: weight of the auxiliary loss of routers, the metric `router_balance`; needs
+            `batch.experts`.
         correction: function that weights the policy term, such as `partial(sampler_correction, kind="token_truncate")`;
             needs `batch.behavior_logprobs`. None: every weight is 1.
         max_sampler_diff: limit above which a sequence counts as sampled by another policy (`sampler_agreement`); needs
@@ -130,8 +133,8 @@ def grpo_loss(
     scored = score_batch(
         model, policy, batch, entropy_gradient=entropy_gradient, teacher=teacher, teacher_params=teacher_params
     )
-    counted = count_tokens(*batch.counted) if denominators is None else denominators
-    options = entropy_coef, observation_coef, correction, max_sampler_diff
+    counted = count_tokens(*batch.counted, num_experts=model.num_experts) if denominators is None else denominators
+    options = entropy_coef, observation_coef, router_aux_loss_coef, correction, max_sampler_diff
     value, metrics = _policy_terms(loss, scored, batch, counted, *options)
     if scored.divergence is not None:
         taught = batch.completion_mask
@@ -153,6 +156,7 @@ def ppo_loss(
     value_clip: float | None = 0.2,
     entropy_coef: float = 0.0,
     observation_coef: float = 0.0,
+    router_aux_loss_coef: float = 0.0,
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -168,6 +172,7 @@ def ppo_loss(
         value_clip: maximum change of a value from `old_values` before its error is clipped; None: no clipping.
         entropy_coef: as in `grpo_loss`.
         observation_coef: as in `grpo_loss`.
+        router_aux_loss_coef: as in `grpo_loss`.
         correction: as in `grpo_loss`.
         max_sampler_diff: as in `grpo_loss`.
 
@@ -190,8 +195,8 @@ def ppo_loss(
     scored = score_batch(
         model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0
     )
-    counted = count_tokens(*batch.counted) if denominators is None else denominators
-    options = entropy_coef, observation_coef, correction, max_sampler_diff
+    counted = count_tokens(*batch.counted, num_experts=model.num_experts) if denominators is None else denominators
+    options = entropy_coef, observation_coef, router_aux_loss_coef, correction, max_sampler_diff
     value, metrics = _policy_terms(loss, scored, batch, counted, *options)
     assert scored.values is not None
     error, value_metrics = value_loss(
@@ -317,8 +322,32 @@ def sft_loss(
 
 def _score_metrics(scored: Scored, mask: Bool[Array, "B T"], denominators: Denominators) -> Metrics:
     """Return mean entropy, metrics of routers and, where it is counted, the share of tokens whose head overflowed."""
-    means = {"entropy": scored.entropy, "head_overflow_fraction": scored.overflows, **(scored.routers or {})}
-    return {name: token_mean(x, mask, denominators) for name, x in means.items() if x is not None}
+    tables = {"entropy": scored.entropy, "head_overflow_fraction": scored.overflows}
+    means = {name: token_mean(x, mask, denominators) for name, x in tables.items() if x is not None}
+    return means if scored.routers is None else means | router_metrics(scored.routers, denominators)
+
+
+def router_metrics(found: RouterScores, denominators: Denominators) -> Metrics:
+    """Return metrics of the routers, means over the layers and the tokens of `denominators.routed`.
+
+    `router_entropy` is in nats, `rerouted_fraction` the share of the layers in which replay changes the experts, and
+    `expert_imbalance` the load of a layer's fullest expert as a multiple of the mean. `router_balance` is the auxiliary
+    loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6) as transformers has it, without its coefficient:
+    the number of experts of a token if all have the same load. The load is that of the replayed experts of the whole
+    batch, which `denominators` has, so that the gradient of a microbatch's share is that of the whole loss.
+    """
+    if denominators.routed is None or denominators.expert_tokens is None:
+        raise ValueError("denominators.routed is None; count batch.experts of the whole batch with count_tokens")
+    load, (layers, experts) = denominators.expert_tokens, denominators.expert_tokens.shape
+    routed = layers * jnp.maximum(denominators.routed, 1.0)
+    fullest = (load.max(axis=1) / jnp.maximum(load.mean(axis=1), 1.0 / experts)).mean()
+    balance = experts * (load.sum(axis=0) / routed * found.mass.sum(axis=0) / routed).sum()
+    return {
+        "router_entropy": found.entropy.sum() / routed,
+        "rerouted_fraction": found.rerouted.sum() / routed,
+        "expert_imbalance": fullest * found.mass.sum() / routed,  # times the microbatch's share of the tokens
+        "router_balance": balance,
+    }
 
 
 def _observation_loss(scored: Scored, batch: Batch, denominators: Denominators) -> Float[Array, ""]:
@@ -336,6 +365,7 @@ def _policy_terms(
     denominators: Denominators,
     entropy_coef: float,
     observation_coef: float,
+    router_aux_loss_coef: float,
     correction: CorrectionFn | None,
     max_sampler_diff: float | None,
 ) -> tuple[Float[Array, ""], Metrics]:
@@ -377,6 +407,10 @@ def _policy_terms(
     if observation_coef:
         of_scores["observation_loss"] = _observation_loss(scored, batch, denominators)
         value = value + observation_coef * of_scores["observation_loss"]
+    if router_aux_loss_coef:
+        if scored.routers is None:
+            raise ValueError("batch.experts is None; router_aux_loss_coef needs the experts of every token")
+        value = value + router_aux_loss_coef * of_scores["router_balance"]
     metrics |= corrected | jax.tree.map(jax.lax.stop_gradient, of_scores)
     if batch.sampler_logprobs is not None:
         metrics |= sampler_agreement(

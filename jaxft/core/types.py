@@ -4,7 +4,7 @@ Letters: `B` rows, `T` tokens, `V` vocabulary, `W` words of 32 bits that hold `V
 """
 
 import enum
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,7 +45,8 @@ class Model(NamedTuple):
             are consecutive and, where there are several, begin at the first place of a page; from the first negative
             one on, tokens are padding that no token sees and whose results mean nothing. Decoders also take `branches`,
             the columns of rows whose sequences share their first tokens, and mixtures `chosen`, the experts of
-            `Batch.experts` with the layer on axis 0, with which the second result are `RouterScores`.
+            `Batch.experts` with the layer on axis 0, and `counted`, the tokens of the `RouterScores` that are then the
+            second result.
         unembed: `(params, hidden [... D]) -> logits [... V]` in float32; apart from `apply` so that it can be chunked.
             It also takes `head(params)`, gathered on every device, in place of `params`.
         init_cache: `(pages, dtype) -> cache` of so many empty pages.
@@ -56,6 +57,7 @@ class Model(NamedTuple):
         head: `params -> params`, the parameters that `unembed` reads, in the dtype of products.
         logit_scale: factor of the logits where `unembed` is `logit_scale * hidden @ kernel.T` with the only array of
             `head(params)`, `[V D]`; None where it is anything else, as with a soft cap.
+        num_experts: number of experts of each mixture; 0 for a dense model.
         sampling_dtype: kind of number of kernels in eight bits that `decode_layout` makes, so that the sampler's
             probabilities differ from the trainer's; None where it computes with the same weights.
         with_remat: `name -> Model`, the same model with another checkpoint policy, which decides the activations that
@@ -72,8 +74,23 @@ class Model(NamedTuple):
     lora: Hashable = None
     head: Callable[[Params], Params] = same_params
     logit_scale: float | None = None
+    num_experts: int = 0
     sampling_dtype: str | None = None
     with_remat: Callable[[Any], "Model"] | None = None
+
+
+class RouterScores(NamedTuple):
+    """Sums over the tokens of a batch, for the router of each of `L` layers with experts.
+
+    Attributes:
+        entropy: entropies of the probabilities of the experts, in nats.
+        rerouted: number of tokens whose replayed experts are others than those that the router would choose.
+        mass: probability of each expert.
+    """
+
+    entropy: Float[Array, "*L"]
+    rerouted: Float[Array, "*L"]
+    mass: Float[Array, "*L E"]
 
 
 class Scored(NamedTuple):
@@ -84,7 +101,7 @@ class Scored(NamedTuple):
     `divergence` is that of the token's whole distribution from a teacher's; None without a teacher.
     `overflows` is 1 for tokens on whose account the head's logits were computed twice; None unless the scores are those
     of `fused_token_logprobs`. `sum_pi_squared` is the sum of the squared probabilities of the vocabulary, if asked for.
-    `routers` are metrics of the routers by name, where experts are replayed.
+    `routers` are sums over the scored tokens that have replayed experts; None where none are replayed.
     """
 
     logprobs: Float[Array, "B T"]
@@ -94,23 +111,7 @@ class Scored(NamedTuple):
     divergence: Float[Array, "B T"] | None = None
     overflows: Float[Array, "B T"] | None = None
     sum_pi_squared: Float[Array, "B T"] | None = None
-    routers: Mapping[str, Float[Array, "B T"]] | None = None
-
-
-class RouterScores(NamedTuple):
-    """The routers of a model on the tokens of a batch, in each of `L` layers with experts.
-
-    Attributes:
-        entropy: entropy of the probabilities of the experts, in nats.
-        rerouted: 1 for tokens whose replayed experts are others than those that the router would choose.
-        load: mean number of times that a token is replayed by each expert.
-        mass: mean probability of each expert for the tokens that are replayed.
-    """
-
-    entropy: Float[Array, "L B T"]
-    rerouted: Float[Array, "L B T"]
-    load: Float[Array, "L E"]
-    mass: Float[Array, "L E"]
+    routers: RouterScores | None = None
 
 
 class Denominators(NamedTuple):
@@ -122,6 +123,8 @@ class Denominators(NamedTuple):
         pairs: pairs of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
         trajectories: trajectories with at least one trained token; None where every row is a trajectory.
         observations: tokens of the results of tools; None for batches that do not tell these apart.
+        routed: scored tokens that have replayed experts; None where none are replayed.
+        expert_tokens: number of these that each expert has, in each of `L` layers with experts.
     """
 
     rows: Float[Array, ""]
@@ -129,6 +132,8 @@ class Denominators(NamedTuple):
     pairs: Float[Array, ""] | None = None
     trajectories: Float[Array, ""] | None = None
     observations: Float[Array, ""] | None = None
+    routed: Float[Array, ""] | None = None
+    expert_tokens: Float[Array, "L E"] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +211,7 @@ class Batch(NamedTuple):
     @property
     def counted(self) -> tuple[Any, ...]:
         """Arguments of `count_tokens`."""
-        return self.completion_mask, self.segment_ids, self.trajectory_tokens, self.observation_mask
+        return self.completion_mask, self.segment_ids, self.trajectory_tokens, self.observation_mask, self.experts
 
 
 class FinishReason(enum.IntEnum):

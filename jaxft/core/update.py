@@ -16,7 +16,7 @@ from jaxft.core.checks import as_batch
 from jaxft.core.losses import Metrics
 from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.reductions import count_tokens
-from jaxft.core.sharding import commit_like, committed_device, constrain
+from jaxft.core.sharding import commit_like, committed_device, constrain, path_text
 from jaxft.core.types import Batch, Denominators, HostStates, Model, Params
 
 LossFn = Callable[[Model, Params, Batch, Denominators], tuple[Float[Array, ""], Metrics]]
@@ -71,6 +71,7 @@ def make_update(
     max_grad_norm: float | None = None,
     keeps_finite: bool = False,
     accept: Callable[[Metrics], Bool[Array, ""]] | None = None,
+    router_bias_update_rate: float = 0.0,
 ) -> "Update":
     """Return `update(state, batch) -> (state, metrics)`, which donates the given state with its trained parameters.
 
@@ -93,6 +94,8 @@ def make_update(
         keeps_finite: True if finite gradients always leave a finite state finite, as those of AdamW do. Then the step
             is computed once. A state is tested before its first update, and not again while the arrays are the same.
         accept: jittable function from the metrics of the loss to a bool, False to skip the step; None: always True.
+        router_bias_update_rate: amount by which each step moves the biases that experts are chosen by towards equal
+            load (`move_selection_bias`).
 
     Raises:
         ValueError: `microbatch_rows` is below 1. The update raises like `loss_and_gradients`.
@@ -112,7 +115,9 @@ def make_update(
 
     sharding = model.sharding
 
-    def finish(state: TrainState, sums: Sums, is_sound: Bool[Array, ""] | None) -> tuple[TrainState, Metrics]:
+    def finish(
+        state: TrainState, sums: Sums, is_sound: Bool[Array, ""] | None, expert_tokens: Float[Array, "L E"] | None
+    ) -> tuple[TrainState, Metrics]:
         """Return the state after the step; the parameters of both states are the trained ones only.
 
         `is_sound` is True if the state is finite and stays so, and None to find out.
@@ -141,6 +146,9 @@ def make_update(
             is_finite &= is_sound
         is_applied = is_finite & has_signal & ~is_refused
         proposed = step(state, grads)
+        if router_bias_update_rate and expert_tokens is not None:
+            biased = move_selection_bias(proposed.params, expert_tokens, router_bias_update_rate)
+            proposed = proposed._replace(params=biased)
         state = constrain(sharding, jax.tree.map(lambda new, old: jnp.where(is_applied, new, old), proposed, state))
         metrics |= {
             "loss": loss,
@@ -154,6 +162,24 @@ def make_update(
         return state, metrics
 
     return Update(model, loss_fn, finish, microbatch_rows, keeps_finite)
+
+
+def move_selection_bias(params: Params, expert_tokens: Float[Array, "L E"], rate: float) -> Params:
+    """Return parameters whose mixtures choose an expert of less than the mean load more easily, others less.
+
+    The bias of each expert's choice goes up or down by `rate`, or stays at the mean load: balance without an auxiliary
+    loss (arXiv 2408.15664, algorithm 1).
+
+    >>> params = {"layers": {"mlp": {"selection_bias": jnp.zeros((1, 3))}}}
+    >>> print(move_selection_bias(params, jnp.array([[1.0, 6.0, 2.0]]), 0.5)["layers"]["mlp"]["selection_bias"])
+    [[ 0.5 -0.5  0.5]]
+    """
+    step = rate * jnp.sign(expert_tokens.mean(axis=1, keepdims=True) - expert_tokens)
+
+    def move(path: Any, leaf: Array) -> Array:
+        return leaf + step.astype(leaf.dtype) if path_text(path).endswith("/selection_bias") else leaf
+
+    return jax.tree_util.tree_map_with_path(move, params)
 
 
 def all_finite(tree: Any) -> Bool[Array, ""]:
@@ -179,7 +205,8 @@ class Update:
         keeps_finite: bool,
     ) -> None:
         self._model, self._rows, self._sharding = model, microbatch_rows, model.sharding
-        self._count = jax.jit(count_tokens)
+        count = partial(count_tokens, num_experts=model.num_experts)
+        self._count = jax.jit(count)
         self._begin = jax.jit(partial(no_sums, model), static_argnums=1)
         self._no_sums = partial(no_sums, model)
         self._add = jax.jit(partial(add_microbatch, model, loss_fn), donate_argnums=1)
@@ -190,9 +217,10 @@ class Update:
 
         def whole(state: TrainState, frozen: Params, part: Batch, is_sound: Any) -> tuple[TrainState, Metrics]:
             params = combine(state.params, frozen)
-            counted = count_tokens(*part.counted)
+            counted = count(*part.counted)
             begun = no_sums(model, params, report_dtypes(model, loss_fn, params, part, counted))
-            return finish(state, add_microbatch(model, loss_fn, params, begun, part, counted), is_sound)
+            sums = add_microbatch(model, loss_fn, params, begun, part, counted)
+            return finish(state, sums, is_sound, counted.expert_tokens)
 
         self._whole = jax.jit(whole, donate_argnums=0)
         self._reports_of = partial(report_dtypes, model, loss_fn)
@@ -231,18 +259,21 @@ class Update:
                 jax.block_until_ready(sums.loss)
             sums = self._add(state.params, sums, part, denominators)
             pause(sums.loss)
-        return self.apply(state, sums)
+        return self.apply(state, sums, denominators.expert_tokens)
 
-    def apply(self, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+    def apply(
+        self, state: TrainState, sums: Sums, expert_tokens: Float[Array, "L E"] | None = None
+    ) -> tuple[TrainState, Metrics]:
         """Return the state after the optimizer step of accumulated gradients, or the same state if it is skipped.
 
         Args:
             state: the state, which is donated.
             sums: the sums.
+            expert_tokens: see `Denominators`.
         """
         trained, frozen = self._partition(state)
         is_sound = self._soundness(trained)
-        trained, metrics = self._finish(trained, sums, is_sound)
+        trained, metrics = self._finish(trained, sums, is_sound, expert_tokens)
         self._remember(trained, is_sound)
         return trained._replace(params=combine(trained.params, frozen)), metrics
 
@@ -295,14 +326,14 @@ class Update:
         """
         (part,) = self._place_parts([as_batch(batch)])
         state = state if self._sharding is None else self._sharding.place(state)
-        counts = jax.eval_shape(count_tokens, *part.counted)
+        counts = jax.eval_shape(self._count, *part.counted)
         reports = self._report_dtypes(state.params, part, counts)
         sums = jax.eval_shape(lambda params: self._no_sums(params, reports), state.params)
         sums = sums if self._sharding is None else self._sharding.place(sums)
         is_sound = jax.ShapeDtypeStruct((), jnp.bool_) if self._keeps_finite else None
         return {
             "gradient": lambda: self._add.lower(state.params, sums, part, counts),
-            "step": lambda: self._finish.lower(self._partition(state)[0], sums, is_sound),
+            "step": lambda: self._finish.lower(self._partition(state)[0], sums, is_sound, counts.expert_tokens),
         }
 
     def _report_dtypes(self, params: Params, part: Batch, denominators: Denominators) -> "Reports":
@@ -387,7 +418,7 @@ def _loss_of_trained(
     batch = as_batch(batch)
     counted = denominators
     if counted is None:
-        counted = count_tokens(*batch.counted)
+        counted = count_tokens(*batch.counted, num_experts=model.num_experts)
     moved, frozen = partition(model, params)
     return lambda moved: loss_fn(model, combine(moved, frozen), batch, counted), moved
 

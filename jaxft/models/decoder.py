@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jaxtyping import Array, Float, Int, Integer
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxft.core.cache import AdaptedTables, SharedTables
 from jaxft.core.packing import Branches
@@ -171,6 +171,7 @@ def _model(net: Network) -> Model:
         lora=net.lora,
         head=partial(head, net),
         logit_scale=net.config.logit_scale if net.config.logit_soft_cap is None and net.remat != "least" else None,
+        num_experts=net.config.num_experts,
         sampling_dtype=net.sampling_dtype,
         with_remat=lambda remat: _model(net._replace(remat=remat)),
     )
@@ -191,6 +192,7 @@ def apply(
     segment_ids: Int[Array, "B T"] | None = None,
     branches: Branches | None = None,
     chosen: Integer[Array, "L B T k"] | None = None,
+    counted: Bool[Array, "B T"] | None = None,
     *,
     returns_routing: bool = False,
 ) -> tuple[Any, ...]:
@@ -198,13 +200,15 @@ def apply(
 
     Args:
         chosen: experts of each token in each layer that has any, counted from 1, in place of those that the routers
-            choose; the router chooses for tokens with 0. Without a cache the second result is their `RouterScores`.
+            choose; the router chooses for tokens with 0. Without a cache the second result are `RouterScores` of the
+            others.
+        counted: those of them to sum scores of; None for all.
         returns_routing: a third result is the `Routing` of these layers.
     """
     if cache is not None and segment_ids is not None:
         raise ValueError("segment_ids were given with a cache; packed rows can be scored but not decoded")
     if cache is None:
-        hidden, routing = score(net, params, tokens, positions, segment_ids, branches, chosen, returns_routing)
+        hidden, routing = score(net, params, tokens, positions, segment_ids, branches, chosen, counted, returns_routing)
         return (hidden, None, routing) if returns_routing else (hidden, routing)
     hidden, cache, routing = decode(net, params, tokens, positions, cache, tables, chosen)
     return (hidden, cache, routing) if returns_routing else (hidden, cache)
@@ -218,6 +222,7 @@ def score(
     segment_ids: Int[Array, "B T"] | None,
     branches: Branches | None,
     chosen: Integer[Array, "L B T k"] | None,
+    counted: Bool[Array, "B T"] | None,
     returns_routing: bool,
 ) -> tuple[Float[Array, "B T D"], Routing | RouterScores | None]:
     """Return the hidden state of each token of whole rows, layer by layer, and the routing if it is asked for."""
@@ -238,11 +243,11 @@ def score(
         output, _, routing = block(x, kind, context, None, experts)
         if experts is None or returns_routing:
             return output, routing if returns_routing else None
-        return output, router_scores(routing, config, experts)
+        return output, router_scores(routing, config, is_known if counted is None else is_known & counted)
 
     layers = params["layers"]
     if chosen is not None:
-        layers = {**layers, "mlp": {**layers["mlp"], CHOSEN: chosen}}
+        layers, is_known = {**layers, "mlp": {**layers["mlp"], CHOSEN: chosen}}, chosen[0, ..., 0] > 0
     x, routing = apply_layers(compute_layer, net.remat, config.kinds, x, layers, compute_platform(sharding))
     return norm_binder(config)(norm)(x, in_halves=context.in_halves), routing
 

@@ -34,15 +34,13 @@ class Routing(NamedTuple):
     own: Int[Array, "*L B T k"]
 
 
-def router_scores(routing: Routing, config: DecoderConfig, replayed: Integer[Array, "B T k"]) -> RouterScores:
-    """Return the `RouterScores` of one layer; tokens whose experts in `replayed` are 0 have no part in its means."""
-    logits, is_known = routing.logits, replayed[..., 0] > 0
+def router_scores(routing: Routing, config: DecoderConfig, counted: Bool[Array, "B T"]) -> RouterScores:
+    """Return the `RouterScores` of one layer over the tokens of `counted`."""
+    logits = routing.logits
     log_probs = jax.nn.log_softmax(jax.nn.log_sigmoid(logits) if config.router == "sigmoid" else logits)
-    probs, weights = jnp.exp(log_probs), is_known / jnp.maximum(is_known.sum(), 1)
-    differs = is_known & (jnp.sort(routing.experts) != jnp.sort(routing.own)).any(axis=-1)
-    counts = jax.nn.one_hot(routing.experts, config.num_experts).sum(axis=2)
-    load, mass = (jnp.einsum("bte,bt->e", x, weights) for x in (counts, probs))
-    return RouterScores(-(probs * log_probs).sum(axis=-1), differs.astype(jnp.float32), load, mass)
+    probs = jnp.where(counted[..., None], jnp.exp(log_probs), 0.0)
+    differs = counted & (jnp.sort(routing.experts) != jnp.sort(routing.own)).any(axis=-1)
+    return RouterScores(-(probs * log_probs).sum(), differs.sum(dtype=jnp.float32), probs.sum(axis=(0, 1)))
 
 
 def route(

@@ -284,6 +284,20 @@ class LossConfig(ConfigModel):
         description="Weight of the cross-entropy on the results of tools, which the policy then learns to foresee.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
+    router_aux_loss_coef: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Weight of the auxiliary loss that balances the load of a mixture's experts; 0: it is only logged, "
+        "as router_balance.",
+    )
+    router_bias_update_rate: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="Amount by which each update moves the bias that an expert is chosen by, up below the mean load "
+        "and down above it; for families whose files have one, such as glm4_moe.",
+    )
     distillation: DistillationConfig | None = Field(
         default=None, description="Teacher that the policy learns from, instead of the reward or beside it; null: none."
     )

@@ -95,6 +95,24 @@ def choose_microbatch_tokens(wanted: int | None, platform: str) -> int:
     return wanted or (1024 if platform == "cpu" else 8192)
 
 
+def check_balancing(model: Model, loss: LossConfig, *, has_replay: bool) -> None:
+    """Raise ValueError if the loss balances the load of experts that the model lacks, or in a way that it cannot."""
+    rate, config = loss.router_bias_update_rate, model.config
+    if not has_replay and (rate or loss.router_aux_loss_coef):
+        name = "router_bias_update_rate" if rate else "router_aux_loss_coef"
+        raise ValueError(
+            f"loss.{name} balances experts by the tokens that routing_replay gives them, and "
+            f"{'routing_replay is false' if model.num_experts else 'the model has no experts'}: set it to 0"
+        )
+    if rate and model.lora is not None:
+        raise ValueError("loss.router_bias_update_rate moves a bias that adapters leave frozen: set it to 0")
+    if rate and isinstance(config, DecoderConfig) and not config.selection_bias:
+        raise ValueError(
+            f"loss.router_bias_update_rate moves a bias that the files of a {config.family} lack "
+            "(e_score_correction_bias, as glm4_moe has it): set it to 0, or balance by router_aux_loss_coef"
+        )
+
+
 Pause = Callable[[Any], object]
 
 
@@ -178,6 +196,7 @@ class Learner:
         config, self._routing = model.config, None
         if routing_replay and loss.is_policy_loss and isinstance(config, DecoderConfig):
             self._routing = config.expert_table
+        check_balancing(model, loss, has_replay=self._routing is not None)
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
         self._divides_by_sampler = loss.correction is not None and loss.correction.name == "ratio"

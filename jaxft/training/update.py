@@ -65,6 +65,7 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher
         "loss": loss,
         "entropy_coef": config.entropy_coef,
         "observation_coef": config.observation_coef,
+        "router_aux_loss_coef": config.router_aux_loss_coef,
         "correction": correction,
         "max_sampler_diff": max_sampler_diff,
     }
@@ -169,12 +170,16 @@ def _make_group(config: OptimizerConfig, group: ParameterGroupConfig) -> optax.G
     return made
 
 
+UNDECAYED = ("scale", "bias", "selection_bias")
+"""Names of the parameters without weight decay."""
+
+
 def decayed(params: Params) -> Params:
     """Return the tree of booleans that are True for parameters with weight decay: all but norms and biases.
 
     Stacked over layers, norms and biases have two axes, so that names decide and not ranks.
     """
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in ("scale", "bias"), params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in UNDECAYED, params)
 
 
 def _muon(
@@ -188,7 +193,7 @@ def _muon(
     """Return Muon for the matrices of the layers, stacked or not, and AdamW for embeddings, heads, norms and biases."""
 
     def axes(path: Any, leaf: Any) -> optax.contrib.MuonDimensionNumbers | None:
-        is_matrix = leaf.ndim >= 2 and path[-1].key not in ("scale", "bias") and "layers" in path_text(path)
+        is_matrix = leaf.ndim >= 2 and path[-1].key not in UNDECAYED and "layers" in path_text(path)
         return optax.contrib.MuonDimensionNumbers(leaf.ndim - 2, leaf.ndim - 1) if is_matrix else None
 
     return optax.contrib.muon(
@@ -279,7 +284,13 @@ def cached_update(
     accept = None if limits is None else partial(_is_own, max_fraction=limits[1])
     keeps_finite = has_bounded_steps(optimizer) and compute_platform(model.sharding) != "cpu"
     update = make_update(
-        model, loss_fn, made, max_grad_norm=optimizer.max_grad_norm, keeps_finite=keeps_finite, accept=accept
+        model,
+        loss_fn,
+        made,
+        max_grad_norm=optimizer.max_grad_norm,
+        keeps_finite=keeps_finite,
+        accept=accept,
+        router_bias_update_rate=loss.router_bias_update_rate,
     )
     return made, update
 

@@ -16,10 +16,12 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxft.core.cache import init_cache
+from jaxft.core.objectives import router_metrics
+from jaxft.core.reductions import count_tokens
 from jaxft.models.config import LayerKind, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import sharding_for
-from jaxft.models.experts import route
+from jaxft.models.experts import Routing, route, router_scores
 from tests.models.weights import random_params
 
 TINY = replace(
@@ -76,6 +78,58 @@ def test_routers_choose_and_weigh_experts():
             chosen, by = wanted(kind, *of_kind)
             np.testing.assert_array_equal(experts, chosen)
             np.testing.assert_allclose(weights, by, rtol=1e-6)
+
+
+BALANCE = 2.033337116241455
+LOGITS = [
+    [[[-8, -13, -2], [4, 11, 1], [-6, -8, 7], [16, 3, -12]], [[-10, 16, 2], [-17, -1, -12], [-6, -5, -7], [6, -1, -6]]],
+    [
+        [[4, 8, -16], [-3, -10, -2], [-13, 0, 0], [-3, -10, -4]],
+        [[-11, -14, 2], [-11, 12, 7], [-20, 3, -11], [0, 0, -20]],
+    ],
+]
+GRADIENT = [
+    [-0.0061978, 0.0015478, 0.00465],
+    [-0.0058621, 0.0042856, 0.0015766],
+    [-0.0044704, 0.0008155, 0.0036549],
+    [-0.0034273, 0.0025714, 0.0008559],
+    [-0.0066555, 0.0036594, 0.0029961],
+    [-0.0070726, 0.0064843, 0.0005882],
+    [-0.0070988, 0.0022008, 0.004898],
+    [-0.0031663, 0.0015831, 0.0015831],
+    [-0.0016587, 0.0010325, 0.0006262],
+    [-0.0020669, 0.0016581, 0.0004089],
+]
+"""transformers' `load_balancing_loss_func` of these logits, times 10, and its gradient for the tokens of the mask."""
+
+
+def test_the_balance_of_routers_is_that_of_transformers_however_tokens_are_split():
+    config = replace(TINY, router="softmax", num_experts=3)
+    logits, mask = np.float32(LOGITS) / 10, np.array([[1, 1, 1, 0], [0, 1, 1, 0]], bool)
+    chosen = np.argsort(-logits, axis=-1, kind="stable")[..., :2]
+    recorded = np.moveaxis(chosen, 0, 2).astype(np.uint8) + 1  # [B T L k]
+
+    def metrics(logits, rows):
+        counted = count_tokens(jnp.asarray(mask), experts=jnp.asarray(recorded), num_experts=3)
+        routing = [Routing(logits[layer], jnp.asarray(chosen[layer]), jnp.asarray(chosen[layer])) for layer in (0, 1)]
+        found = [router_scores(Routing(*(x[rows] for x in each)), config, jnp.asarray(mask[rows])) for each in routing]
+        return router_metrics(jax.tree.map(lambda *each: jnp.stack(each), *found), counted)
+
+    @jax.jit
+    def results(logits):
+        value, gradient = jax.value_and_grad(lambda x: metrics(x, slice(None))["router_balance"])(logits)
+        return value, gradient, metrics(logits, slice(0, 1)), metrics(logits, slice(1, 2)), metrics(logits, slice(None))
+
+    value, gradient, first, second, both = jax.device_get(results(logits))
+    np.testing.assert_allclose(value, BALANCE, rtol=1e-6)
+    np.testing.assert_allclose(gradient[:, mask].reshape(-1, 3), GRADIENT, rtol=0, atol=1e-7)
+    assert not gradient[:, ~mask].any() and both["rerouted_fraction"] == 0
+    loads = [np.bincount(each[mask].ravel(), minlength=3) for each in chosen]
+    np.testing.assert_allclose(
+        both["expert_imbalance"], np.mean([load.max() / load.mean() for load in loads]), rtol=1e-6
+    )
+    for name in both:
+        np.testing.assert_allclose(first[name] + second[name], both[name], rtol=1e-6)
 
 
 @cache

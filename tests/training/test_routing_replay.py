@@ -9,7 +9,8 @@ import pytest
 
 import jaxft.training.batch as batch_module
 from jaxft.harness.data_models import Trajectory
-from jaxft.models.config import model_preset
+from jaxft.models.config import LoraSpec, model_preset
+from jaxft.models.decoder import decoder
 from jaxft.models.load import init_model
 from jaxft.rollout.calls import Call, Prompt, Reply, decode_experts
 from jaxft.rollout.requests import Request
@@ -147,3 +148,53 @@ def test_an_update_is_of_the_policy_that_sampled(mixture, requests, answers):
     assert metrics[True]["rerouted_fraction"] > 0.01 and metrics[False]["rerouted_fraction"] == 0.0
     assert 1 <= metrics[True]["expert_imbalance"] <= 3 and 0 < metrics[True]["router_entropy"] < np.log(6)
     assert metrics[True]["router_balance"] >= 1 and metrics[True]["applied_updates"] == 1.0
+
+
+@pytest.mark.slow
+def test_balance_depends_on_no_layout_and_biases_follow_the_load(mixture, requests, answers):
+    model, params, _ = mixture
+    rate, loss = 0.125, LossConfig(name="dapo", router_aux_loss_coef=0.5, router_bias_update_rate=0.125)
+    biased = decoder(replace(model.config, selection_bias=True))
+    layers = {**params["layers"], "mlp": {**params["layers"]["mlp"], "selection_bias": np.zeros((2, 6), np.float32)}}
+    sequences = sequences_of(requests, answers["alone"])
+    groups = [
+        [Trajectory(episode=[], reward=float(place), sequences=[each]) for place, each in enumerate(group)]
+        for group in np.array_split(np.array(sequences, object), 3)
+    ]
+    rows, found = [Row(each, i) for i, each in enumerate(sequences)], []
+    for coef, options in [(0.5, {}), (0.5, {"microbatch_tokens": 256, "packing": False}), (0.0, {})]:
+        own = loss.model_copy(update={"router_aux_loss_coef": coef})
+        sgd = OptimizerConfig(name="sgd", learning_rate=0.1, max_grad_norm=None)
+        given = jax.tree.map(jax.device_put, {**params, "layers": layers})
+        found.append(
+            jax.device_get(Learner(biased, own, sgd, **options).learn(rows, collect_rewards(groups, own), given))
+        )
+    (packed, metrics), (alone, others), (free, of_free) = found
+    for name in ("router_balance", "expert_imbalance", "router_entropy", "loss"):
+        np.testing.assert_allclose(metrics[name], others[name], rtol=1e-5, err_msg=name)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=2e-6), packed, alone)
+    np.testing.assert_allclose(metrics["loss"], of_free["loss"] + 0.5 * of_free["router_balance"], rtol=1e-5)
+    moved = [
+        each["layers"]["mlp"]["router"]["kernel"] - params["layers"]["mlp"]["router"]["kernel"]
+        for each in (packed, free)
+    ]
+    assert np.abs(moved[0] - moved[1]).max() > 1e-4
+    table = model.config.expert_table
+    chosen = np.concatenate([decode_experts(each.experts, table)[each.completion_mask] for each in sequences])
+    load = np.array([np.bincount(chosen[:, layer].ravel(), minlength=7)[1:] for layer in range(2)])
+    wanted = rate * np.sign(load.mean(axis=1, keepdims=True) - load)
+    np.testing.assert_array_equal(packed["layers"]["mlp"]["selection_bias"], wanted)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "options", "lora", "message"),
+    [
+        ({"router_bias_update_rate": 1e-3}, {}, None, "of a qwen3 lack"),
+        ({"router_bias_update_rate": 1e-3}, {}, LoraSpec(2, 2), "adapters leave frozen"),
+        ({"router_aux_loss_coef": 1e-3}, {"routing_replay": False}, None, "router_aux_loss_coef .*replay is false"),
+    ],
+)
+def test_a_balance_that_is_not_to_be_had(mixture, knobs, options, lora, message):
+    model = decoder(mixture[0].config, lora=lora)
+    with pytest.raises(ValueError, match=message):
+        Learner(model, LossConfig(**knobs), OptimizerConfig(learning_rate=1e-3), **options)
