@@ -231,7 +231,8 @@ class DPOTrainer(LoggedTrainer):
         self.log.timings[run_id] = {}
         seen = self._pairs
         await self.call_back(self.trainer_config.on_trajectories, run_id, trajectories=seen, epoch=epoch)
-        return await self.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
+        assert self.trainer_adapter is not None
+        return await self.trainer_adapter.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
 
     async def _collect_pairs(self, num_epochs: int) -> None:
         """Run the collections, with a checkpoint before each: they may take longer than the training."""

@@ -267,8 +267,9 @@ class GRPOTrainer(LoggedTrainer):
             said = "; ".join(filter(None, [why, "nothing was trained", cause]))
             self.nothing_was_learned(run_id, said, lacks_signal=lacks_signal and not cause)
             return None
+        assert self.trainer_adapter is not None
         try:
-            return await self.submit(chosen.model_copy(update={"kept_episodes": kept}))
+            return await self.trainer_adapter.submit(chosen.model_copy(update={"kept_episodes": kept}))
         except NothingToTrain as error:
             self.nothing_was_learned(run_id, f"{error}; nothing was trained")
             return None

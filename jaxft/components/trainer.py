@@ -16,13 +16,11 @@ from jaxft.errors import (
     ConfigError,
     JobFailed,
     NoLearningSignal,
-    NothingToTrain,
     TooManyFailures,
-    UserCodeError,
     user_code,
 )
 from jaxft.harness.contracts import Trainer
-from jaxft.harness.data_models import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
+from jaxft.harness.data_models import TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from jaxft.harness.evaluators import is_number
 from jaxft.harness.functions import Function
 from jaxft.harness.opening import freeze_heap
@@ -41,7 +39,7 @@ class LoggedTrainer(Trainer):
     """A trainer without its loop.
 
     `run` of a subclass calls `start`, then `validate`, `save` and `train_epoch` by turns. `run_epoch` of a subclass
-    calls `collect` and `submit`, and puts the metrics of its epoch into `log.metrics` and `log.timings`.
+    calls `collect`, submits a job, and puts the metrics of its epoch into `log.metrics` and `log.timings`.
 
     Attributes:
         log: log files of the run, and its console output.
@@ -64,7 +62,6 @@ class LoggedTrainer(Trainer):
         self._health = Health()
         self._has_said_retokenized = False
         self._why_nothing_was_learned, self._lacks_signal = "", False
-        self._not_submitted: TrainingJobStatus | None = None
 
     def start(self, num_epochs: int) -> None:
         """Open the logs.
@@ -138,9 +135,7 @@ class LoggedTrainer(Trainer):
         run_id = f"epoch_{self.epoch:05d}"
         ref = await self.run_epoch(self.epoch, run_id)
         metrics, timings = self.log.metrics[run_id], self.log.timings[run_id]
-        if self._not_submitted is not None:
-            status = self._not_submitted
-        elif ref is not None:
+        if ref is not None:
             self.log.console.status("training")
             status = await self.trainer_adapter.wait_until_complete(ref)
             metadata = status.metadata or {}
@@ -214,29 +209,6 @@ class LoggedTrainer(Trainer):
                 f"{run_id}: {retokenized:.0f} calls start a new training row because the chat template or the agent "
                 "changed an earlier turn, as a template does that drops reasoning or moves tools (retokenized_calls)"
             )
-
-    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Submit a job. If the adapter raises, the job has failed: `train_epoch` ends the run with its status.
-
-        Raises:
-            NothingToTrain: there is nothing to train.
-        """
-        assert self.trainer_adapter is not None
-        try:
-            with user_code():
-                return await self.trainer_adapter.submit(trajectories)
-        except UserCodeError as failure:
-            if isinstance(failure.error, NothingToTrain):
-                raise failure.error from None
-            self.failure = failure.error
-            ref = TrainingJobRef(run_id=trajectories.run_id, backend=str(self.trainer_adapter.adapter_config.type_name))
-            self._not_submitted = TrainingJobStatus(
-                **ref.model_dump(exclude={"metadata"}),
-                status=TrainingStatusEnum.FAILED,
-                message=failure.summary,
-                metadata={"traceback": failure.traceback},
-            )
-            return ref
 
     def _check_compiled(self, run_id: str, compiled: list[str]) -> None:
         """Raise if `strict_compile` is on and a job other than the first of this process compiled something.

@@ -621,13 +621,9 @@ class Refusing(NotingAdapter):
         raise TrajectoryError("the second row is malformed")
 
 
-def test_a_job_that_cannot_be_submitted_has_failed(train):
-    statuses, rows, _, trainer = train(generation, Refusing(), epochs=3)
-    (status,) = statuses
-    assert (status.run_id, status.status) == ("epoch_00000", TrainingStatusEnum.FAILED)
-    assert status.message == "TrajectoryError: the second row is malformed"
-    assert "in submit\n" in status.metadata["traceback"] and trainer.failure.exit_code == 2
-    assert len(rows) == 1 and rows[0]["reward_mean"] == 0.5
+def test_a_job_that_cannot_be_submitted_ends_the_run(train):
+    with pytest.raises(TrajectoryError, match="the second row is malformed"):
+        train(generation, Refusing(), epochs=3)
 
 
 def test_updates_that_are_not_finite_end_the_run(train):
