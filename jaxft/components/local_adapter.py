@@ -371,10 +371,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         return not all(job.has_ended for job in self._jobs.values())
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Add metrics to the `history` in the metadata of a job."""
-        job = self._job(ref)
-        job.history.append(dict(metrics))
-        job.report(metadata={**(job.status.metadata or {}), "history": job.history})
+        """Do nothing: the trainer logs the metrics."""
 
     def _job(self, ref: TrainingJobRef) -> Job:
         if ref.run_id not in self._jobs:

@@ -23,14 +23,6 @@ from jaxft.rollout.sequences import conversations, is_targeted
 ROLES = {role.value: role for role in EpisodeItemRole}
 
 
-class _Start(NamedTuple):
-    """Clock and counters of the evaluation at the start of a collection."""
-
-    seconds: float
-    abandoned_episodes: int
-    outside_calls: int
-
-
 class CarriedGroup(NamedTuple):
     """A group of which an answer had its tokens of a collection: the next one begins it again, with these answers.
 
@@ -60,7 +52,6 @@ class RolloutBuilder(TrajectoryBuilder):
         num_generations: episodes per example.
         failed_reward: reward of an episode whose agent raised an error after an answer; None leaves it out.
         evaluation_runs: tasks of the episodes of each collection that was started and not yet finalised.
-        progress: metrics that `log_progress` was given, by run id.
         carry_over: tokens that an answer gets in a collection, and the number of collections that its group may then go
             on in, with all tokens that it needs in the last; None for answers that end in their collection. Collections
             take turns with it.
@@ -74,10 +65,9 @@ class RolloutBuilder(TrajectoryBuilder):
     ) -> None:
         super().__init__(trajectory_builder_config)
         self.evaluation_runs: dict[str, list[asyncio.Task[EpisodeOutcome]]] = {}
-        self.progress: dict[str, dict[str, Any]] = {}
         self.num_generations = num_generations
         self.failed_reward = failed_reward
-        self._started: dict[str, _Start] = {}
+        self._started: dict[str, tuple[float, int, int]] = {}  # clock, and calls abandoned or outside of episodes
         self.carry_over: tuple[int, int] | None = None
         self._carried: list[CarriedGroup] = []
 
@@ -103,7 +93,7 @@ class RolloutBuilder(TrajectoryBuilder):
             raise ValueError(f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others")
         examples = [by_id[example_id] for example_id in wanted]
         counts = self.evaluation.num_abandoned, self.evaluation.num_outside_calls
-        self._started[run_id] = _Start(time.perf_counter(), *counts)
+        self._started[run_id] = time.perf_counter(), *counts
         start = partial(self.evaluation.start, stream=TRAINING, num_generations=self.num_generations)
         tasks = self.evaluation_runs[run_id] = []
         answer_tokens, most = self.carry_over or (None, 0)
@@ -134,7 +124,7 @@ class RolloutBuilder(TrajectoryBuilder):
         finally:
             for task in self.evaluation_runs.pop(run_id):
                 task.cancel()
-            started = self._started.pop(run_id)
+            started, abandoned, outside = self._started.pop(run_id)
         assert self.evaluation is not None
         outcomes, carried = self._set_aside(outcomes)
         finished: list[EpisodeOutcome] = []
@@ -156,18 +146,18 @@ class RolloutBuilder(TrajectoryBuilder):
                 "penalized_episodes": len(penalized),
                 "dropped_episodes": len(unfinished) - len(failed),
                 "truncated_prompts": sum(call.prompt.truncated_tokens > 0 for call in calls),
-                "abandoned_episodes": self.evaluation.num_abandoned - started.abandoned_episodes,
+                "abandoned_episodes": self.evaluation.num_abandoned - abandoned,
                 "calls": len(calls),
                 "tool_calls": sum(len(call.reply.tool_calls) for call in calls),
                 "malformed_tool_calls": sum(call.reply.has_malformed_tool_call for call in calls),
                 "retokenized_calls": sum(call.prompt.is_retokenized for call in calls),
                 "untargeted_calls": len(calls) - targeted,
                 "remote_calls": sum(len(outcome.episode.remote_calls) for outcome in finished),
-                "outside_calls": self.evaluation.num_outside_calls - started.outside_calls,
+                "outside_calls": self.evaluation.num_outside_calls - outside,
                 **carried,
             },
             "timings": {
-                "seconds_rollout": time.perf_counter() - started.seconds,
+                "seconds_rollout": time.perf_counter() - started,
                 "seconds_reward": sum(outcome.seconds["reward"] for outcome in outcomes),
                 "seconds_episode_max": max((outcome.seconds["rollout"] for outcome in outcomes), default=0.0),
             },
@@ -221,8 +211,7 @@ class RolloutBuilder(TrajectoryBuilder):
         return {"carried": CARRIED_GROUPS.dump_python(self._carried, mode="json")} if self._carried else {}
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Store the metrics of a collection in `progress`."""
-        self.progress[run_id] = dict(metrics)
+        """Do nothing: the trainer logs the metrics."""
 
 
 def to_messages(outcome: EpisodeOutcome) -> list[EpisodeItem]:

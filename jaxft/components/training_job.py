@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jaxft.components.configs import LocalTrainerAdapterConfig
@@ -28,11 +28,10 @@ STAY = "parameters and optimiser state stay as they were"
 
 @dataclass
 class Job:
-    """A submitted job: its last status, its task, and the metrics that trainers have added."""
+    """A submitted job: its last status, and its task."""
 
     status: TrainingJobStatus
     task: "asyncio.Task[None] | None" = None
-    history: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def has_ended(self) -> bool:

@@ -1,7 +1,7 @@
 """The toolkit's three parts, as jaxft registers them; each hands its work to jaxft's own part of the open run.
 
-Their extra spellings are those of the toolkit's parts: `get_metrics` with the jobs of the run, one file of progress per
-component, and the metrics under the toolkit's names in `finetuning.output_dir`.
+Their extra spellings are those of the toolkit's parts: `get_metrics` with the jobs of the run, and the metrics under
+the toolkit's names in `finetuning.output_dir`.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import shlex
 import shutil
 import sys
 from contextlib import AsyncExitStack
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from jaxft.nat.run import ToolkitRun, open_parts, open_run, open_run_or_none
 from jaxft.nat.workflow import read_dataset, toolkit_item
 
 UNINITIALIZED = "not initialized: call initialize(run_config) first"
-DEFAULT_FOLDER = Path("./.tmp/nat/finetuning")
-"""Folder of the files of progress without an `output_dir`, as for the toolkit's own parts."""
 
 
 async def _find_run(run_config: FinetuneConfig | None) -> ToolkitRun:
@@ -90,10 +87,7 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
         return _evaluation_output(own.evaluation.summarize(outcomes))
 
     def log_progress(self, run_id: str, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Append the metrics to `trajectory_builder_<run_id>.jsonl`."""
-        folder = Path(output_dir) if output_dir else DEFAULT_FOLDER / "trajectory_builder"
-        row = {"run_id": run_id, "num_generations": self.num_generations, **metrics}
-        _append(folder / f"trajectory_builder_{run_id}.jsonl", row)
+        """Do nothing: the run writes its own files."""
 
 
 class JaxftTrainerAdapter(TrainerAdapter):
@@ -138,10 +132,7 @@ class JaxftTrainerAdapter(TrainerAdapter):
         return _status(ref, await (await self.own()).wait_until_complete(_own_ref(ref), poll_interval))
 
     def log_progress(self, ref: TrainingJobRef, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Append the metrics to `trainer_adapter_<run_id>.jsonl`."""
-        folder = Path(output_dir) if output_dir else DEFAULT_FOLDER / "trainer_adapter"
-        row = {"run_id": ref.run_id, "backend": ref.backend, **metrics}
-        _append(folder / f"trainer_adapter_{ref.run_id}.jsonl", row)
+        """Do nothing: the run writes its own files."""
 
 
 class JaxftTrainer(Trainer):
@@ -236,20 +227,12 @@ class JaxftTrainer(Trainer):
         return self.own.get_curriculum_state()
 
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
-        """Append the metrics to `trainer_progress.jsonl`; a run writes its own files as it goes."""
-        folder = Path(output_dir) if output_dir else Path(self.run_config.output_dir)
-        _append(folder / "trainer_progress.jsonl", {"epoch": epoch, **metrics})
+        """Do nothing: the run writes its own files."""
 
     async def cleanup(self) -> None:
         """Close the run: the policy, the workflow, the logs."""
         self._session = self._trainer = None
         await self._closing.aclose()
-
-
-def _append(file: Path, row: dict[str, Any]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"timestamp": datetime.now().isoformat(), **row}, default=str) + "\n")
 
 
 def _own_ref(ref: TrainingJobRef) -> jaxft.TrainingJobRef:
