@@ -36,9 +36,6 @@ from jaxft.rollout.calls import Completion
 from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.recorder import ENDPOINT, VALIDATION, Episode
 
-OLD_SECONDS = 10.0
-"""Age from which the progress line names the oldest running episode."""
-
 Workflow = Callable[[dict[str, Any]], Any]
 """Function from a row to an output; async functions run on the event loop, plain ones in a thread, and may block."""
 
@@ -159,60 +156,6 @@ class Evaluation:
             answers, answer_tokens: `Episode.answers` of each generation, of every example the same, and
                 `Episode.answer_tokens`; none for episodes that cannot be carried over.
         """
-        every = stream, rollout_index, num_generations, temperature, answers, answer_tokens
-        return self._start(items, *every)[0]
-
-    async def run(
-        self,
-        items: Sequence[EvalInputItem],
-        *,
-        stream: int,
-        rollout_index: int | None = None,
-        num_generations: int = 1,
-        temperature: float | None = None,
-    ) -> list[EpisodeOutcome]:
-        """Start episodes like `start`, and return their outcomes in the same order. Cancelling it cancels them."""
-        episodes, group_tasks = self._start(items, stream, rollout_index, num_generations, temperature)
-        try:
-            return await asyncio.gather(*episodes)
-        finally:
-            await _cancel(episodes, group_tasks)
-
-    async def validate(
-        self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
-    ) -> list[EpisodeOutcome]:
-        """`run` on the validation stream, greedy by default; each call takes the next rollout index.
-
-        Raises:
-            ConfigError: no example has the column of `breakdown_by`, or one is of no task.
-        """
-        self.tasks.check(items, "the examples")
-        columns = dict.fromkeys(name for item in items for name in item.full_dataset_entry)
-        if self._breakdown_by is not None and self._breakdown_by not in columns:
-            hint = did_you_mean(self._breakdown_by, columns, what="columns")
-            raise ConfigError([f"eval.general.breakdown_by: no example has '{self._breakdown_by}'{hint}"])
-        return await self.run(items, stream=VALIDATION, num_generations=num_generations, temperature=temperature)
-
-    @property
-    def num_abandoned(self) -> int:
-        """Number of calls so far, in all processes, that did not end when cancelled."""
-        return self.supervisor.num_abandoned + self.num_abandoned_elsewhere
-
-    async def close(self) -> None:
-        """Cancel every running episode, and wait for its end."""
-        await _cancel(list(self._episodes), list(self._group_tasks))
-
-    def _start(
-        self,
-        items: Sequence[EvalInputItem],
-        stream: int,
-        rollout_index: int | None,
-        num_generations: int,
-        temperature: float | None,
-        answers: Sequence[dict[str, Completion]] = (),
-        answer_tokens: int | None = None,
-    ) -> tuple[list[asyncio.Task[EpisodeOutcome]], list[asyncio.Task[Any]]]:
-        """Return the tasks of the episodes, and tasks that score groups and end with their episodes."""
         rollout_index = self._counter._count(stream, rollout_index)
         episodes: list[asyncio.Task[EpisodeOutcome]] = []
         group_tasks: list[asyncio.Task[Any]] = []
@@ -253,7 +196,53 @@ class Evaluation:
         what = "validating: " if stream == VALIDATION else ""
         self._show_progress(partial(_progress, what, list(own_tasks.values()), records, time.perf_counter()))
         self._count_outside_calls(episodes)
-        return episodes, group_tasks
+        return episodes
+
+    async def run(
+        self,
+        items: Sequence[EvalInputItem],
+        *,
+        stream: int,
+        rollout_index: int | None = None,
+        num_generations: int = 1,
+        temperature: float | None = None,
+    ) -> list[EpisodeOutcome]:
+        """Start episodes like `start`, and return their outcomes in the same order. Cancelling it cancels them."""
+        episodes = self.start(
+            items,
+            stream=stream,
+            rollout_index=rollout_index,
+            num_generations=num_generations,
+            temperature=temperature,
+        )
+        try:
+            return await asyncio.gather(*episodes)
+        finally:
+            await _cancel(episodes, [])
+
+    async def validate(
+        self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
+    ) -> list[EpisodeOutcome]:
+        """`run` on the validation stream, greedy by default; each call takes the next rollout index.
+
+        Raises:
+            ConfigError: no example has the column of `breakdown_by`, or one is of no task.
+        """
+        self.tasks.check(items, "the examples")
+        columns = dict.fromkeys(name for item in items for name in item.full_dataset_entry)
+        if self._breakdown_by is not None and self._breakdown_by not in columns:
+            hint = did_you_mean(self._breakdown_by, columns, what="columns")
+            raise ConfigError([f"eval.general.breakdown_by: no example has '{self._breakdown_by}'{hint}"])
+        return await self.run(items, stream=VALIDATION, num_generations=num_generations, temperature=temperature)
+
+    @property
+    def num_abandoned(self) -> int:
+        """Number of calls so far, in all processes, that did not end when cancelled."""
+        return self.supervisor.num_abandoned + self.num_abandoned_elsewhere
+
+    async def close(self) -> None:
+        """Cancel every running episode, and wait for its end."""
+        await _cancel(list(self._episodes), list(self._group_tasks))
 
     async def _share(
         self,
@@ -317,7 +306,7 @@ class Evaluation:
         return outcome if outcome.error is not None else self._add_reward(outcome)
 
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
-        started = episode.began_at = time.perf_counter()
+        started = time.perf_counter()
         output = error = traceback = None
         has_agent_failed = False
         try:
@@ -426,20 +415,7 @@ def _progress(what: str, episodes: Sequence[asyncio.Task[Any]], records: Sequenc
     ended = sum(episode.done() for episode in episodes)
     tokens = sum(len(call.token_ids) for record in records for call in record.calls)
     speed = tokens / max(time.perf_counter() - started, 1e-9)
-    late = _straggler([record for record, episode in zip(records, episodes, strict=True) if not episode.done()])
-    return f"{what}{ended} of {len(episodes)} episodes, {speed:,.0f} tokens/s{late}"
-
-
-def _straggler(running: Sequence[Episode]) -> str:
-    """Return the age of the oldest episode and of its last call, as text; empty while it is below `OLD_SECONDS`."""
-    now, begun = time.perf_counter(), {each.began_at: each for each in running if each.began_at is not None}
-    seconds = now - min(begun, default=now)
-    if seconds < OLD_SECONDS:
-        return ""
-    oldest = begun[min(begun)]
-    called = "no model call yet" if oldest.called_at is None else f"last model call {now - oldest.called_at:.0f} s ago"
-    name = f"example {oldest.example_id}, generation {oldest.generation}"
-    return f"; oldest episode ({name}): {seconds:.0f} s, {called}"
+    return f"{what}{ended} of {len(episodes)} episodes, {speed:,.0f} tokens/s"
 
 
 def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:

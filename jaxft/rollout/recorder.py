@@ -72,8 +72,6 @@ class Episode:
         policy_error: the error of a policy that can do no further work; a client over HTTP raises another one for it.
         server_url: address of the server that reaches the episode's language models; without one, that of clients in
             process.
-        began_at, called_at: seconds of `time.perf_counter` at its beginning, and at the last beginning or end of a
-            call; None before.
         texts_of_tokens: functions from a token id to its text, by the name of the language model that answered.
         answers: what was sampled in this episode, here or in an earlier collection that carried it over, by the name of
             the language model and the call id; None for an episode that cannot be carried over.
@@ -98,8 +96,6 @@ class Episode:
     policy_error: PolicyError | None = None
     server_url: str = field(default=ENDPOINT, repr=False, compare=False)
     texts_of_tokens: dict[str, Callable[[int], str]] = field(default_factory=dict, repr=False, compare=False)
-    began_at: float | None = field(default=None, repr=False, compare=False)
-    called_at: float | None = field(default=None, repr=False, compare=False)
     answers: dict[str, Completion] | None = field(default=None, repr=False, compare=False)
     answer_tokens: int | None = field(default=None, repr=False, compare=False)
     is_carried: bool = False
@@ -264,7 +260,6 @@ class Episode:
         is one, never on other models or on the order in which concurrent calls are answered.
         """
         with _lock:
-            self.called_at = time.perf_counter()
             index, repeats = self._begun, self._asked[llm, prompt_ids]
             self._begun += 1
             self._asked[llm, prompt_ids] += 1
@@ -281,7 +276,6 @@ class Episode:
         with _lock:
             if self._is_over:
                 raise self.closed()
-            self.called_at = time.perf_counter()
             if isinstance(self.policy_error, ToolsUnsupportedError):
                 self.policy_error = None  # the agent went on without tools
             bisect.insort(self.calls, call, key=lambda known: known.index)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from jaxft.errors import PolicyLostError, ToolsUnsupportedError
-from jaxft.harness import evaluation
 from jaxft.harness.data_models import EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.evaluators import BoundEvaluator, WeightedSum
 from jaxft.rollout.current import episode
-from jaxft.rollout.recorder import TRAINING, Episode
+from jaxft.rollout.recorder import TRAINING
 
 ITEMS = [EvalInputItem(id=f"e{i}", full_dataset_entry={"n": i, "list": []}) for i in range(5)]
 
@@ -267,16 +266,3 @@ def test_a_cancellation_from_within_fails_one_episode_and_not_the_run():
     outcomes = run(evaluation_of(careless))
     assert [outcome.item.output_obj for outcome in outcomes] == ["done", None, "done", "done", "done"]
     assert "cancellation" in outcomes[1].error
-
-
-def test_the_oldest_running_episode_is_named_once_it_is_old(monkeypatch):
-    running = [Episode(0, 0, 0, "young", 0), Episode(0, 0, 0, "7", 2), Episode(0, 0, 0, "not begun", 0)]
-    running[0].began_at, running[1].began_at = 104.0, 100.0
-    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: 109.0)
-    assert evaluation._straggler(running) == ""
-    monkeypatch.setattr(evaluation.time, "perf_counter", lambda: 131.0)
-    assert evaluation._straggler(running) == "; oldest episode (example 7, generation 2): 31 s, no model call yet"
-    running[1].called_at = 103.0
-    named = "; oldest episode (example 7, generation 2): 31 s, last model call 28 s ago"
-    assert evaluation._straggler(running) == named
-    assert evaluation._straggler([]) == ""
