@@ -6,6 +6,7 @@ row has an id, rows are numbered from 0. Errors begin with file:line, or file:ro
 """
 
 import csv
+import io
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -142,32 +143,18 @@ def read_csv(path: Path) -> Iterator[DatasetRow]:
         yield DatasetRow(f"{path}:{line}", dict(zip(header, fields, strict=True)))
 
 
-CSV_FAULTS = {
-    "unexpected end of data": "the quote that opens a field of this row is not closed",
-    "new-line character": "a carriage return outside quotes: end lines with LF or CRLF",
-    "expected after": "a quote inside a quoted field is written twice",
-}
-"""Sentences for users about a broken file, by a part of the csv module's message."""
-
-
 def _csv_rows(path: Path, delimiter: str) -> list[tuple[int, list[str]]]:
-    """Return every row that is not blank, with the number of its first line."""
-    lines = _text(path).split("\n")
-    reader = csv.reader((f"{line}\n" for line in lines), delimiter=delimiter, strict=True)
-    rows, start = list[tuple[int, list[str]]](), 0
+    """Return every row that is not blank, with the number of its last line."""
+    reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
     limit = csv.field_size_limit(2**31 - 1)  # that of the module, 131072 characters, is global
     try:
-        for fields in reader:
-            # `""`, and a row of tabs between tabs, are rows of empty texts.
-            if len(fields) > 1 or lines[start].strip():
-                rows.append((start + 1, fields))
-            start = reader.line_num
+        return [
+            (reader.line_num, fields) for fields in reader if fields and not (len(fields) == 1 and fields[0].isspace())
+        ]
     except csv.Error as error:
-        why = next((words for part, words in CSV_FAULTS.items() if part in str(error)), str(error))
-        raise DatasetError(f"{path}:{start + 1}: malformed CSV: {why}") from None
+        raise DatasetError(f"{path}:{reader.line_num}: malformed CSV: {error}") from None
     finally:
         csv.field_size_limit(limit)
-    return rows
 
 
 READERS: dict[type[FileDatasetConfig], Callable[[Path], Iterator[DatasetRow]]] = {
