@@ -6,15 +6,12 @@ Cards get published: they have no path of this machine, no address, and no text 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from flax.traverse_util import flatten_dict
 from huggingface_hub import ModelCard
 from jinja2 import Template
-from pydantic import BaseModel
 
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig
 from jaxft.harness.arrow_datasets import HuggingFaceDatasetConfig
@@ -24,19 +21,12 @@ from jaxft.harness.tasks import tasks_of
 from jaxft.models.model_card import hub_id, licence, make_card, reference
 from jaxft.redaction import redacted
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.environment import is_secret_name
 from jaxft.runs.files import ENVIRONMENT_FILE, METRICS_FILE, VALIDATION_HISTORY_FILE
 
 TEMPLATE = Path(__file__).with_name("run_card.md")
 
 METHODS = {"dr_grpo": "Dr. GRPO", "sft": "supervised finetuning"}
 """Names of losses in prose, where they are not the upper-case form of their name in the configuration."""
-
-NOT_SHOWN = ("_type", "llm", "reward", "loss.name", "show_episodes_every", "save_episodes")
-"""Fields of components that do not change the training, or are shown elsewhere."""
-
-POLICY_FIELDS = ("lora", "max_context_tokens")
-"""Fields of the policy that are settings of its training."""
 
 NAME = re.compile(r"[\w.+*-]+(/[\w.+*-]+)?")
 """Pattern of the texts that a card shows: names, and ids on the hub."""
@@ -76,7 +66,7 @@ def run_card(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapt
 
 
 def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapterConfig) -> dict[str, Any]:
-    """Return the facts, rewards and settings of the training."""
+    """Return the facts and rewards of the training."""
     finetuning, metrics = config.finetuning, directory.path / METRICS_FILE
     rows = [json.loads(line) for line in metrics.read_bytes().splitlines()] if metrics.is_file() else []
     names = ENVIRONMENT_FILE, VALIDATION_HISTORY_FILE
@@ -85,17 +75,16 @@ def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdap
     builder = config.trajectory_builders.get(str(finetuning.trajectory_builder))
     components = [each for each in (trainer, builder, adapter) if each is not None]
     devices = Counter(name.rsplit(" (", 1)[0] for name in about.get("devices", []))
-    dataset, reward = config.eval.general.dataset, finetuning.reward_function
+    reward = finetuning.reward_function
     evaluators = tasks_of(finetuning).evaluators(None if reward is None else reward.name).values()
-    named = enumerate(finetuning.per_task.items(), 1)
-    tasks = {name if NAME.fullmatch(name) else f"task {place}": task for place, (name, task) in named}
+    tasks = [name if NAME.fullmatch(name) else f"task {place}" for place, name in enumerate(finetuning.per_task, 1)]
     facts = {
         "loss": f"`{adapter.loss.name if adapter.loss.function is None else adapter.loss.function.name}`",
         "trainer": ", ".join(f"`{each.type_name}`" for each in components),
         "agent": f"`{config.workflow.type_name}`",
         "reward": ", ".join(f"`{name}`" for name in dict.fromkeys(evaluators) if name),
         "tasks": ", ".join(f"`{name}`" for name in tasks),
-        "training data": ", ".join([f"`{dataset.type_name}`", *(f"{n} `{value}`" for n, value in _settings(dataset))]),
+        "training data": f"`{config.eval.general.dataset.type_name}`",
         "epochs": len(rows),
         "preference pairs": round(sum(row.get("pairs_trained", 0) for row in rows)),
         "episodes": round(sum(row.get("episodes", 0) for row in rows)),
@@ -113,25 +102,5 @@ def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdap
         for name, each in pairs.items()
         if (known := [pair for pair in each if pair[0] is not None])
     }
-    shown = [*components, finetuning.curriculum_learning, config.llms[adapter.llm]]
-    settings = [pair for component in shown for pair in _settings(component)]
-    settings += [(f"per_task.{name}.{path}", value) for name, task in tasks.items() for path, value in _settings(task)]
     earlier = rows[0].get("policy_version", 0) - (rows[0].get("applied_updates", 0) > 0) if rows else 0
-    return {"facts": facts, "rewards": rewards, "settings": settings, "earlier_updates": earlier}
-
-
-def _settings(model: BaseModel) -> Iterator[tuple[str, Any]]:
-    """Yield path and value of each field that differs from its default and may be published.
-
-    Of texts these are names in jaxft's own components, and the last names of paths.
-    """
-    is_own = type(model).__module__.startswith("jaxft.")
-    for path, value in flatten_dict(model.model_dump(mode="json", exclude_defaults=True), sep=".").items():
-        section = path.partition(".")[0]
-        is_shown = {path, section}.isdisjoint(NOT_SHOWN)
-        is_shown &= not isinstance(model, LocalPolicyConfig) or section in POLICY_FIELDS
-        if isinstance(value, str) and Path(value).is_absolute():
-            value = Path(value).name
-        is_public = isinstance(value, bool | int | float) or (is_own and NAME.fullmatch(str(value)) is not None)
-        if is_shown and is_public and not is_secret_name(path):
-            yield path, json.dumps(value) if isinstance(value, bool) else value
+    return {"facts": facts, "rewards": rewards, "earlier_updates": earlier}
