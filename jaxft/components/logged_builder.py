@@ -12,8 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field
-
 from jaxft.components.configs import LoggedTrajectoryBuilderConfig
 from jaxft.errors import ComponentError, DatasetError
 from jaxft.harness.contracts import TrajectoryBuilder
@@ -46,20 +44,12 @@ class ReadRow:
     sequences: Sequence[TokenSequence]
 
 
-class ReadItem(EvalInputItem):
-    """An example whose row has been read."""
-
-    read: Any = Field(exclude=True, repr=False)
-
-
 def read_item(item: EvalInputItem, template: ChatTemplate, config: LoggedTrajectoryBuilderConfig) -> ReadRow:
-    """Return the row of an example, which may have been read.
+    """Return the row of an example.
 
     Raises:
         ValueError: the row is of no form, or the chat template cannot write it.
     """
-    if isinstance(item, ReadItem):
-        return item.read
     given = item.full_dataset_entry
     if "token_sequences" in given:  # as they were sampled
         own = Logged((Conversation([], given["messages"]),), [], given.get("reward"))

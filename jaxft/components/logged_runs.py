@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxft import rollout
 from jaxft.components.configs import LocalPolicyConfig, LoggedTrajectoryBuilderConfig
-from jaxft.components.logged_builder import ReadItem, ReadRow, read_item, read_items
+from jaxft.components.logged_builder import ReadRow, read_item, read_items
 from jaxft.components.single_turn import InMemoryDatasetConfig
 from jaxft.components.train import (
     LOGGED,
@@ -168,7 +168,7 @@ def _items(name: str, rows: Any, left_out: Sequence[str]) -> tuple[EvalInputItem
 
 
 def _read(sections: Mapping[str, dict[str, Any]], config: Config, loss: str) -> int:
-    """Read the rows of the datasets, once for the whole run, and return the tokens of the longest one.
+    """Check the rows of the datasets, and return the tokens of the longest one.
 
     Raises:
         ConfigError: the tokenizer cannot be loaded.
@@ -190,12 +190,8 @@ def _read(sections: Mapping[str, dict[str, Any]], config: Config, loss: str) -> 
 
     longest = 1
     for name, section in sections.items():
-        items = section["dataset"].items or ()
-        rows = read_items(name, items, read_one)
+        rows = read_items(name, section["dataset"].items or (), read_one)
         longest = max(longest, *(len(each.tokens) for row in rows for each in row.sequences))
-        if not template.writes_date:  # which is that of the run, and not known yet
-            read = (ReadItem(**dict(item), read=row) for item, row in zip(items, rows, strict=True))
-            section["dataset"] = InMemoryDatasetConfig(items=tuple(read))
     return longest
 
 

@@ -29,20 +29,6 @@ PROMPT = "prompt"
 RESERVED = (PROMPT, "prompts", "completion", "completions", "completion_ids")
 """Names that reward functions know in another meaning than that of a column."""
 
-OPTIONS = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), "max_completion_length"),
-    **dict.fromkeys(("epochs", "num_train_epochs", "max_steps"), "num_epochs"),
-    **dict.fromkeys(("batch_size", "per_device_train_batch_size"), "examples_per_update"),
-    **dict.fromkeys(("tokenizer", "processing_class"), "llms.policy.tokenizer"),
-    **dict.fromkeys(("eval_dataset", "eval_prompts"), "validation"),
-    "lr": "learning_rate",
-    "optim": "optimizer",
-    "loss_type": "loss",
-    "peft_config": "lora",
-    "group_size": "num_generations",
-}
-"""Options of `jaxft.train` by the words that others have for them; one with dots is a field for `overrides`."""
-
 WANTED = "wanted is a list of texts, of chats (lists of messages) or of rows (dicts with a 'prompt'), or a dataset"
 
 
@@ -190,22 +176,10 @@ def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer
     return -(-tokens // 16) * 16  # equal shapes for nearly equal prompts
 
 
-def option_hint(name: str) -> str:
-    """Return the end of a message about a column: the option of `jaxft.train` for what others call so, if it is one.
-
-    >>> option_hint("max_new_tokens"), option_hint("answer")
-    ('; the option is max_completion_length', '')
-    """
-    field = OPTIONS.get(name, "")
-    if not field:
-        return ""
-    return "; the option is " + (f"overrides={{'{field}': ...}}" if "." in field else field)
-
-
 def _column(name: str, values: Any, count: int) -> list[Any]:
     listed = [_plain(value, False) for value in values]
     if len(listed) != count:
-        raise DatasetError(f"column '{name}' has {len(listed)} values for {count} prompts{option_hint(name)}")
+        raise DatasetError(f"column '{name}' has {len(listed)} values for {count} prompts")
     return listed
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import optax
 
 from jaxft.components.evaluators import check_functions, load_reward_functions
-from jaxft.components.single_turn import InMemoryDatasetConfig, context_tokens, option_hint, read_examples
+from jaxft.components.single_turn import InMemoryDatasetConfig, context_tokens, read_examples
 from jaxft.core.types import Model, Params
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path
@@ -247,7 +247,7 @@ def check_keywords(counts: Mapping[str, Any], columns: Mapping[str, Any]) -> Non
     for name, values in columns.items():
         is_record = isinstance(values, tuple) and type(values) is not tuple
         if is_record or isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-            hint = option_hint(name) or did_you_mean(name, KEYWORDS, what="keywords")
+            hint = did_you_mean(name, KEYWORDS, what="keywords")
             raise ConfigError([f"{name}: is no keyword, and {values!r:.50} is no column, a list{hint}"])
 
 
