@@ -51,9 +51,6 @@ Main = Callable[[Config, argparse.Namespace], Awaitable[None]]
 LEAVE_SECONDS = 5.0
 """Time that a process with an error waits for the others, which mostly end with the same."""
 
-GIVE_UP_SECONDS = 5.0
-"""Time that a run in a notebook has to end after the second Ctrl-C; a function of the user's may block its thread."""
-
 
 def run_script(main: Main, parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> int:
     """Parse the command line, load the configuration, run `main(config, arguments)`, and return the exit code.
@@ -280,8 +277,8 @@ def run_to_result(main: Callable[[], Awaitable[T]]) -> T:
     """Run an asynchronous main for a script or a notebook, and return its result.
 
     Where an event loop runs already, as in a notebook, the main runs in a thread of its own, and Ctrl-C (or the
-    notebook's button for it) reaches it from here: once to stop and save, twice to give up saving, and to wait no
-    longer than `GIVE_UP_SECONDS` for a function of the user's that blocks the run; its thread then ends by itself.
+    notebook's button for it) reaches it from here: once to stop and save, twice to give up saving, a third time to wait
+    no longer for a function of the user's that blocks the run; its thread then ends by itself.
 
     Raises:
         Stopped: a signal or Ctrl-C ended the run; the message says whether it was saved, and how to continue.
@@ -307,8 +304,7 @@ def run_to_result(main: Callable[[], Awaitable[T]]) -> T:
         running = DaemonThreads().submit(run)
         # Signal handlers run between bytecodes of this thread, and the system may wake another one for a signal.
         while not wait([running], timeout=0.1).done:
-            is_late = len(interrupted_at) > 1 and time.monotonic() > interrupted_at[1] + GIVE_UP_SECONDS
-            if is_late and shutdown.signal is not None:
+            if len(interrupted_at) > 2 and shutdown.signal is not None:
                 raise Stopped(f"a function, such as a reward, blocks the run, which ends after it; {shutdown.message}")
         return running.result()
 
