@@ -266,26 +266,6 @@ def check_sampling_dtype(config: LocalPolicyConfig, device: Any) -> None:
         )
 
 
-def choices(config: LocalPolicyConfig) -> dict[str, str]:
-    """Return the values of the fields set to `auto` on this machine's devices, and the platform they were chosen for.
-
-    Those of a snapshot are its policy's, which is named instead.
-
-    Raises:
-        ValueError: the mesh does not fit the number of devices.
-    """
-    if config.snapshot_of is not None:
-        own = {"every": str(config.snapshot_every)} if config.adapter is None else {"adapter": str(config.adapter)}
-        return {"snapshot_of": config.snapshot_of, **own}
-    mesh, _ = make_meshes(config)
-    device = compute_devices(None if mesh is None else Sharding(mesh))[0]
-    check_sampling_dtype(config, device)
-    platform = str(device.platform)
-    dtype, compute_dtype = resolve_dtypes(config, platform)
-    remat = config.remat if config.remat != "auto" else "dots" if platform == "cpu" else "chosen when training begins"
-    return {"platform": platform, "dtype": dtype, "compute_dtype": compute_dtype or dtype, "remat": remat}
-
-
 def base_name(path: str) -> str:
     """Return the name of a checkpoint for other programs: the absolute path of a folder or file, or the hub id."""
     folder = home_path(path)

@@ -33,12 +33,6 @@ async def finetune(config: Config, arguments: argparse.Namespace) -> None:
     """Train, export the model and write the result."""
     resume_command.set(shlex.join(["jaxft", "resume", str(config.finetuning.output_dir)]))
     async with open_session(config, overwrite=arguments.overwrite, resume=arguments.resume) as session:
-        evaluations = config.eval.general.output_dir
-        if evaluations is not None:
-            session.console.message(
-                f"eval.general.output_dir: {evaluations} is for `jaxft eval`; this run writes to "
-                f"finetuning.output_dir: {config.finetuning.output_dir}"
-            )
         await session.train_and_export()
 
 

@@ -62,7 +62,6 @@ def doctor(config: Config | None, *, sharding: bool = False) -> None:
     _check_writable(show, Path.cwd() / "runs" if config is None else config.finetuning.output_dir)
     if config is not None:
         show(f"{'configuration':<14} no faults")
-        _show_choices(show, config)
     if sharding:
         _show_sharding(show, config)
     show("all checks passed")
@@ -79,16 +78,9 @@ def _show_extras(show: Callable[[str], None]) -> None:
         held = [f"{need.name} {version(need.name) or 'is missing'}, where jaxft needs {_plain(need)}" for need in unfit]
         command = " ".join(f'"{_plain(need)}"' for need in unfit)
         raise CheckFailed(f"{'; '.join(held)}: pip install {command}")
-    missing = []
-    for extra in sorted(set(extras) - DEVELOPMENT):
-        needs = _requirements("jaxft", extra)
-        unfit = [inner for need in needs for inner in _unfit(need)]
-        if unfit:
-            wrong = [f"{need.name} is {found}, not {_plain(need)}" for need in unfit if (found := version(need.name))]
-            missing.append(f"{extra} ({', '.join(wrong)})" if wrong else extra)
-        else:
-            show(f"{'extra ' + extra:<14} {', '.join(f'{each} {version(each)}' for each in _packages(extra))}")
-    if missing:
+    found = {extra: not any(map(_unfit, _requirements("jaxft", extra))) for extra in sorted(set(extras) - DEVELOPMENT)}
+    show(f"{'extras':<14} {', '.join(extra for extra, is_met in found.items() if is_met) or 'none'}")
+    if missing := [extra for extra, is_met in found.items() if not is_met]:
         show(f'{"not installed":<14} {", ".join(missing)}: each by pip install "jaxft[NAME]"')
 
 
@@ -116,13 +108,6 @@ def _plain(need: Requirement) -> str:
     return f"{need.name}{need.specifier}"
 
 
-def _packages(extra: str) -> list[str]:
-    """Return the packages that an extra of jaxft names, those of extras that it includes among them."""
-    needs = _requirements("jaxft", extra)
-    included = {name for need in needs if need.name == "jaxft" for each in need.extras for name in _packages(each)}
-    return sorted({need.name for need in needs if need.name != "jaxft"} | included)
-
-
 def _show_devices(show: Callable[[str], None]) -> None:
     try:
         devices = jax.devices()
@@ -144,34 +129,12 @@ def _show_devices(show: Callable[[str], None]) -> None:
 
 
 def _show_compile_cache(show: Callable[[str], None]) -> None:
-    """Show where compiled programs are kept for the next run, and how much room they take."""
+    """Show where compiled programs are kept for the next run."""
     name = jax.config.values["jax_compilation_cache_dir"]
     if not (name and jax.config.values["jax_enable_compilation_cache"]):
         show(f"{'compile cache':<14} off: every run compiles its programs again")
         return
-    if "://" in name:  # a bucket
-        show(f"{'compile cache':<14} {name}")
-        return
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            size = sum(file.stat().st_size for file in folder.iterdir())
-        show(f"{'compile cache':<14} {folder} ({size / 2**20:.0f} MiB)")
-    except OSError as error:
-        show(f"{'compile cache':<14} {folder} cannot be written ({error}): JAX_COMPILATION_CACHE_DIR moves it")
-
-
-def _show_choices(show: Callable[[str], None], config: Config) -> None:
-    """Show the values that fields set to `auto` have on this machine."""
-    for name, llm in config.llms.items():
-        if llm.module is not None:
-            try:
-                values = importlib.import_module(llm.module).choices(llm)
-            except ValueError as error:
-                show(f"llms.{name:<9} not on this machine: {error}")
-                continue
-            show(f"llms.{name:<9} {', '.join(f'{field} {value}' for field, value in values.items())}")
+    show(f"{'compile cache':<14} {name}: JAX_COMPILATION_CACHE_DIR moves it")
 
 
 def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:

@@ -62,10 +62,9 @@ class LLMConfig(CheckedConfig):
     """A language model.
 
     Attributes:
-        module: module with two functions of the configuration of a model in this process; None for a model elsewhere.
-            `choices` returns the values that fields set to `auto` have on this machine, by field. `sharding_table`
-            returns a table of the parameters' sharding, or None without a mesh. They raise ValueError for an impossible
-            mesh.
+        module: module with a function of the configuration of a model in this process; None for a model elsewhere.
+            `sharding_table` returns a table of the parameters' sharding, or None without a mesh. It raises ValueError
+            for an impossible mesh.
     """
 
     module: ClassVar[str | None] = None

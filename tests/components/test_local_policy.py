@@ -21,7 +21,6 @@ from jaxft.components.frozen_weights import load_reference
 from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.components.local_policy import (
     check_sampling_dtype,
-    choices,
     lora_option,
     read_decoder_config,
     sharding_table,
@@ -512,7 +511,6 @@ def test_the_configuration_of_a_snapshot_is_what_was_given(tmp_path):
     for name, slots, every in (("old", 4, SNAPSHOT_EVERY), ("older", 16, 50)):
         own = again.llms[name].with_sampling_settings(again.llms["policy"])
         assert (own.slots, own.max_context_tokens, own.snapshot_every) == (slots, 96, every)
-        assert choices(again.llms[name]) == {"snapshot_of": "policy", "every": str(every)}
         assert sharding_table(again.llms[name]) is None
     assert "older:\n    _type: local_policy\n    snapshot_of: policy\n    every: 50\n" in resolved_yaml(again)
 

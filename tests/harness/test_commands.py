@@ -1,7 +1,6 @@
 """Verbs and options of the command line, in this process; what only a process of its own can show is in test_cli."""
 
 import json
-from importlib import metadata
 
 import jax
 import pytest
@@ -309,12 +308,6 @@ def test_doctor_checks_the_machine_and_a_configuration(run_file, capsys):
     assert main(["doctor", "--config-file", run_file()]) == 0
     assert "configuration  no faults" in capsys.readouterr().out
 
-    def real(run):
-        run["llms"]["policy"] = {"_type": "local_policy", "preset": "qwen3-50k", "dtype": "bfloat16"}
-
-    assert main(["doctor", "--config-file", run_file(real)]) == 0
-    shown = capsys.readouterr().out
-    assert "llms.policy    platform cpu, dtype bfloat16, compute_dtype bfloat16, remat dots" in shown
     assert main(["doctor", "--config-file", run_file(lambda run: run.pop("workflow"))]) == 2
     assert "workflow: is required, but not there" in capsys.readouterr().err
 
@@ -323,10 +316,10 @@ def test_doctor_names_every_extra_and_what_does_not_fit(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    missing = shown.partition("not installed ")[2].partition("\n")[0]
-    assert f"extra parquet  pyarrow {metadata.version('pyarrow')}\n" in shown and "extra test" not in shown
+    found, missing = (shown.partition(words)[2].partition("\n")[0] for words in ("extras ", "not installed "))
+    assert "parquet" in found and "test" not in found + missing
     for extra in ("cuda", "envs", "openai-agents", "llama-index", "serve"):
-        assert (f"extra {extra} " in shown) != (extra in missing)
+        assert (extra in found) != (extra in missing)
 
     def install(name, version):
         (tmp_path / f"{name}-{version}.dist-info").mkdir()
@@ -336,7 +329,7 @@ def test_doctor_names_every_extra_and_what_does_not_fit(tmp_path, monkeypatch, c
     monkeypatch.syspath_prepend(tmp_path)
     install("pyarrow", "1.2")
     assert main(["doctor"]) == 0
-    assert "parquet (pyarrow is 1.2, not pyarrow>=17)" in capsys.readouterr().out
+    assert "parquet" in capsys.readouterr().out.partition("not installed ")[2].partition("\n")[0]
     install("optax", "0.1")
     assert main(["doctor"]) == 1
     assert "optax 0.1, where jaxft needs optax<1,>=" in capsys.readouterr().err
@@ -346,8 +339,6 @@ def test_doctor_shows_the_compile_cache_and_unused_accelerators(tmp_path, monkey
     if jax.default_backend() != "cpu":
         pytest.skip("there is an accelerator, and it is used")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "program").write_bytes(bytes(3 * 2**20))
     (tmp_path / "file").touch()
     monkeypatch.setitem(ACCELERATORS, str(tmp_path / "file"), ("an NVIDIA GPU", "cuda"))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -355,15 +346,10 @@ def test_doctor_shows_the_compile_cache_and_unused_accelerators(tmp_path, monkey
     before = {name: jax.config.values[name] for name in names}
     jax.config.update("jax_enable_compilation_cache", True)
     try:
-        for folder, said in (
-            ("cache", "cache (3 MiB)"),
-            ("file", "file cannot be written ("),
-            ("gs://b/c", "gs://b/c\n"),
-        ):
-            jax.config.update("jax_compilation_cache_dir", folder if "://" in folder else str(tmp_path / folder))
-            assert main(["doctor"]) == 0
-            shown = capsys.readouterr().out
-            assert said in shown and 'an NVIDIA GPU, which jax does not see: pip install "jaxft[cuda]"' in shown
+        jax.config.update("jax_compilation_cache_dir", "gs://b/c")
+        assert main(["doctor"]) == 0
+        shown = capsys.readouterr().out
+        assert "gs://b/c: " in shown and 'an NVIDIA GPU, which jax does not see: pip install "jaxft[cuda]"' in shown
         jax.config.update("jax_compilation_cache_dir", None)
         monkeypatch.setenv("JAX_PLATFORMS", "cpu")
         assert main(["doctor"]) == 0
@@ -426,12 +412,6 @@ def test_the_question_of_the_structure_reaches_the_agent(run_file, tmp_path, cap
     assert "average/match   1\n" in shown and "failed          0" in shown
 
 
-def test_finetune_says_that_it_does_not_write_where_eval_does(run_file, tmp_path, capsys):
-    assert main(["finetune", "--config-file", run_file(), "--set", "eval.general.output_dir=judged"]) == 0
-    assert "eval.general.output_dir: judged is for `jaxft eval`" in capsys.readouterr().out
-    assert not (tmp_path / "judged").exists() and (tmp_path / "run" / "result.json").exists()
-
-
 class RemoteMatchConfig(EvaluatorConfig, name="remote_match"):
     url: str
     login: str
@@ -470,12 +450,10 @@ def test_a_path_that_no_file_can_have_is_one_line(run_file, tmp_path, capsys, pa
 
 def test_secrets_of_the_configuration_are_in_no_file_and_no_message(run_file, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("TOY_KEY", "sk-TEST-SENTINEL-env")
-    (tmp_path / "key.txt").write_text("sk-TEST-SENTINEL-file\n")
 
     def leaky(run):
         headers = {
             "authorization": "Bearer ${TOY_KEY}",
-            "x-file": "file://key.txt",
             "x-plain": "sk-TEST-SENTINEL-plain",
         }
         run["workflow"] = {"_type": "leaky_agent", "headers": headers}
