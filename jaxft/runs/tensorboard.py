@@ -1,22 +1,15 @@
 """The TensorBoard logger: metrics and timings of a run as scalars and texts, with the epoch as the step."""
 
-import os
 import re
-import socket
-import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import scalar, text
+from tensorboardX import SummaryWriter
 
-from jaxft.files import disk_errors
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.loggers import LoggedRun, RunLogger, Status
 
 TENSORBOARD_FOLDER = "tensorboard"
-FILE_VERSION = "brain.Event:2"
 
 GROUPS = {
     "reward": "reward|curriculum|signal|preference|priced",
@@ -40,37 +33,22 @@ class TensorBoardLogger(RunLogger):
         self._directory = directory
 
     def begin(self, run: LoggedRun) -> None:
-        """Begin a file; TensorBoard then hides the epochs that are run again in the earlier files.
-
-        Raises:
-            DiskFull: there is no room for the file, as also in the other methods.
-        """
-        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._path = self._directory.file(f"{TENSORBOARD_FOLDER}/{name}")
-        with disk_errors(self._path):
-            self._records = RecordWriter(str(self._path))
-        self._write(step=0, file_version=FILE_VERSION)
-        if run.first_epoch:
-            self._write(step=run.first_epoch, session_log=SessionLog(status=SessionLog.START))
+        """Begin a file; TensorBoard then hides the epochs that are run again in the earlier files."""
+        folder = self._directory.file(f"{TENSORBOARD_FOLDER}/events").parent
+        self._writer = SummaryWriter(str(folder), purge_step=run.first_epoch or None)
 
     def metrics(self, epoch: int, metrics: Mapping[str, Any], timings: Mapping[str, Any]) -> None:
         """Write metrics and timings, each under its group: `reward/reward_mean`, `time/seconds`."""
         tags = {name: grouped(name) for name in metrics}
         tags |= {name: f"{'memory' if name.endswith('_bytes') else 'time'}/{name}" for name in timings}
         for name, value in {**metrics, **timings}.items():
-            summary = text if isinstance(value, str) else scalar
-            self._write(step=epoch, summary=summary(tags[name], value))
-        with disk_errors(self._path):
-            self._records.flush()
+            add = self._writer.add_text if isinstance(value, str) else self._writer.add_scalar
+            add(tags[name], value, epoch)
+        self._writer.flush()
 
     def end(self, status: Status, result: Mapping[str, Any]) -> None:
         """Close the file."""
-        with disk_errors(self._path):
-            self._records.close()
-
-    def _write(self, **fields: object) -> None:
-        with disk_errors(self._path):
-            self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._writer.close()
 
 
 def grouped(name: str) -> str:
