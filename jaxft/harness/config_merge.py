@@ -5,12 +5,6 @@ replaces the earlier component with all its fields, and null removes it. Variabl
 so that no value can change the structure: `${VAR}` must be set, `${VAR:-default}` need not be, and `$${` stands for
 `${`.
 
-A text that then begins with `file://` is replaced by the content of that file, for prompts and keys kept elsewhere:
-`file://prompts/system.txt` is relative to the folder of the YAML file (on the command line, to the working directory),
-`file:///etc/key` is absolute. The file is UTF-8; a byte order mark and one line break at its end are dropped, and the
-rest is taken as it stands: no variables, no YAML, no further `file://`. `$file://` stands for `file://`, `$$file://`
-for `$file://`, and so on.
-
 Last of all, the fields of the configuration that `finetuning.output_dir` names are replaced by their values, as in
 `runs/{trainer_adapters.local.loss.name}/{seed}`. A field is any dotted path; one of the section `finetuning` may be
 named alone. `{{` and `}}` stand for braces.
@@ -19,6 +13,7 @@ named alone. `{{` and `}}` stand for braces.
 import json
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +25,6 @@ from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?P<name>[^}:]*)(?::-(?P<default>[^}]*))?\}")
-_FILE = "file://"
 _FIELD = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]")
 
 OUTPUT_DIR = "finetuning.output_dir"
@@ -40,30 +34,15 @@ OUTPUT_DIR = "finetuning.output_dir"
 class ConfigErrors(dict[str, str]):
     """Errors of a configuration by dotted path; only the first of each path is reported."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._hidden: dict[str, str] = {}
-
     def add(self, path: str, message: str) -> None:
-        for hidden, text in self._hidden.items():
-            if _is_under(path, hidden) or _is_under(hidden, path):
-                message = message.replace(f"'{text}'", "the text of the file")
         self.setdefault(path, message)
-
-    def hide(self, path: str, text: str) -> None:
-        """Hide a text read from a file, perhaps a secret, in the messages at its path, above and below it."""
-        self._hidden[path] = text
 
     def is_known(self, path: str) -> bool:
         """True if the path, or one above it, has an error already."""
-        return any(_is_under(path, known) for known in self)
+        return any(path == known or path.startswith(f"{known}.") for known in self)
 
     def lines(self) -> list[str]:
         return [f"{path}: {message}" for path, message in self.items()]
-
-
-def _is_under(path: str, above: str) -> bool:
-    return path == above or path.startswith(f"{above}.")
 
 
 def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -180,7 +159,7 @@ def _put(node: Any, path: Sequence[str], depth: int, value: Any) -> Any:
 
 
 def expanded(value: Any, path: str, faults: ConfigErrors) -> Any:
-    """Expand variables and files in a value; a text that cannot be expanded is recorded as an error and stays."""
+    """Expand variables in a value; a text that cannot be expanded is recorded as an error and stays."""
     if isinstance(value, dict):
         return {key: expanded(inner, f"{path}.{key}" if path else key, faults) for key, inner in value.items()}
     if isinstance(value, list):
@@ -188,34 +167,18 @@ def expanded(value: Any, path: str, faults: ConfigErrors) -> Any:
     if not isinstance(value, ConfigText):
         return value
     text = _with_variables(value, path, faults)
-    if text.startswith(_FILE) and not faults.is_known(path):
-        return _text_of_file(value.folder, text.removeprefix(_FILE), path, faults)
-    return ConfigText(text[1:] if _is_escaped_file(text) else text, value.folder)
+    if text.startswith("file://"):
+        warnings.warn(f"{path}: 'file://' reads no file any more, and is a text", FutureWarning, stacklevel=2)
+    return ConfigText(text, value.folder)
 
 
 def literal(text: str) -> str:
     """Escape a text for a configuration, so that it is read back unchanged.
 
-    >>> literal("${HOME}"), literal("file://x"), literal("$file://x"), literal("see file://x")
-    ('$${HOME}', '$file://x', '$$file://x', 'see file://x')
+    >>> literal("${HOME}")
+    '$${HOME}'
     """
-    escaped = text.replace("${", "$${")
-    return "$" + escaped if text.startswith(_FILE) or _is_escaped_file(text) else escaped
-
-
-def _is_escaped_file(text: str) -> bool:
-    return text.startswith("$") and text.lstrip("$").startswith(_FILE)
-
-
-def _text_of_file(folder: Path, name: str, path: str, faults: ConfigErrors) -> str:
-    """Return the content of a file as plain text, which has no folder and is not expanded again."""
-    try:
-        text = re.sub(r"\r?\n\Z", "", read_utf8(folder / home_path(name)))
-    except ValueError as error:
-        faults.add(path, str(error))
-        return f"{_FILE}{name}"
-    faults.hide(path, text)
-    return text
+    return text.replace("${", "$${")
 
 
 def _with_variables(text: str, path: str, faults: ConfigErrors) -> str:

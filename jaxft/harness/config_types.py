@@ -95,10 +95,7 @@ def kind_in_words(value: Any) -> str:
     return {dict: "a mapping", list: "a list", int: "a number", float: "a number"}.get(type(value), "a text")
 
 
-def _input_path(value: Any, info: Any) -> Any:
-    # In a configuration every text has a folder, except one that `file://` read from a file.
-    if info.context is not None and type(value) is str:
-        raise config_error("must be a path, holds the text of a file: write the path without 'file://'")
+def _input_path(value: Any) -> Any:
     return value.folder / home_path(value) if isinstance(value, ConfigText) else _output_path(value)
 
 

@@ -73,9 +73,7 @@ def parse_yaml(text: str, source: str) -> Any:
     {'a': 1e-05, 'b': ['on', 15, None]}
     """
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError(
-            [f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read: keep texts in files (file://)"]
-        )
+        raise ConfigError([f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read"])
     try:
         return _copy_value(yaml.load(text, _Loader), [MAX_VALUES])
     except yaml.reader.ReaderError as error:
