@@ -1,4 +1,4 @@
-"""The reward plot of a run: training and validation rewards per epoch, and the fraction that the curriculum selects."""
+"""The reward plot of a run: training and validation rewards per epoch."""
 
 import io
 import math
@@ -24,13 +24,12 @@ def plot_rewards(
     """Draw `reward_plot.png` and return its path; it replaces an earlier plot in one step.
 
     It shows the mean training reward with its moving average, a band between the quartiles of the examples' mean
-    rewards, the validation reward and, on a second axis, the percentage of groups that the curriculum selects.
+    rewards, and the validation reward.
 
     Args:
         directory: the run directory; its name becomes the title.
         reward_history: a row per epoch with `epoch`, which counts from 0, `reward_mean`, `group_reward_q25` and
-            `group_reward_q75`. A reward that is missing, None or not finite leaves a gap. With a curriculum also
-            `reward_mean_chosen`, over the groups that were trained, and `curriculum_percentile`.
+            `group_reward_q75`. A reward that is missing, None or not finite leaves a gap.
         validation_history: a row per validation with `avg_reward` and the `epoch` that followed it.
     """
     epochs = _column(reward_history, "epoch")
@@ -46,9 +45,6 @@ def plot_rewards(
         at, rewards = _column(validation_history, "epoch"), _column(validation_history, "avg_reward")
         size = 5 if len(at) <= 30 else 3
         axes.plot(at, rewards, color="tab:orange", linewidth=1, marker="D", markersize=size, label="validation")
-    has_curriculum = any("curriculum_percentile" in row for row in reward_history)
-    if has_curriculum:
-        _draw_curriculum(axes, reward_history)
 
     axes.set_title(directory.path.name, parse_math=False)
     axes.set_xlabel("epoch, counted from 0")
@@ -57,7 +53,7 @@ def plot_rewards(
     if len(epochs) == 1:
         axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
     axes.grid(alpha=0.25)
-    axes.spines[["top"] if has_curriculum else ["top", "right"]].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
 
@@ -82,20 +78,6 @@ def _draw_training(axes: Axes, reward_history: Sequence[Mapping[str, float | Non
     if len(epochs) > window:
         averages = moving_average(means, window)
         axes.plot(epochs, averages, color="navy", linewidth=2, label=f"mean of {window} epochs")
-
-
-def _draw_curriculum(axes: Axes, reward_history: Sequence[Mapping[str, float | None]]) -> None:
-    """Draw the mean reward of the groups that were chosen and, on an axis of its own, their percentage."""
-    epochs = _column(reward_history, "epoch")
-    chosen = _column(reward_history, "reward_mean_chosen")
-    axes.plot(epochs, chosen, color="tab:green", linestyle=":", marker=".", linewidth=1.2, label="mean, chosen")
-    shares = axes.twinx()
-    percents = [100 * share for share in _column(reward_history, "curriculum_percentile")]
-    shares.step(epochs, percents, where="post", color="tab:purple", linewidth=1, alpha=0.7)
-    shares.set_ylim(0, 105)
-    shares.set_ylabel("curriculum, % of the groups", color="tab:purple")
-    shares.tick_params(axis="y", labelcolor="tab:purple")
-    shares.spines[["top"]].set_visible(False)
 
 
 def moving_average_window(epochs: int) -> int:
