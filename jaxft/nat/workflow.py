@@ -23,8 +23,6 @@ from nat.data_models.intermediate_step import IntermediateStep
 from nat.plugins.eval.dataset_handler.dataset_handler import DatasetHandler
 from nat.plugins.eval.evaluator.base_evaluator import BaseEvaluator
 from nat.plugins.eval.runtime.builder import WorkflowEvalBuilder
-from nat.plugins.langchain.callback_handler import LangchainProfilerHandler
-from nat.plugins.profiler.decorators.framework_wrapper import callback_handler_var
 from nat.runtime.session import SessionManager
 from pydantic import BaseModel, Field
 
@@ -107,15 +105,6 @@ class Output:
     steps: list[IntermediateStep]
 
 
-class CallsOnly(LangchainProfilerHandler):
-    """The toolkit's record of what LangChain does, without a step per node of a graph, which would copy its state."""
-
-    @property
-    def ignore_chain(self) -> bool:
-        """True: LangChain reports models and tools only."""
-        return True
-
-
 @dataclass(frozen=True)
 class ToolkitWorkflow:
     """The toolkit's workflow as a function of a dataset row.
@@ -125,14 +114,12 @@ class ToolkitWorkflow:
         sessions: the sessions that run the workflow.
         result_json_path: the part of a result that is the output.
         one_user: True if all episodes have the same user.
-        with_chains: True if the steps have the nodes of LangChain's graphs, too.
     """
 
     builder: WorkflowEvalBuilder
     sessions: SessionManager
     result_json_path: str
     one_user: bool
-    with_chains: bool
 
     async def __call__(self, example: dict[str, Any]) -> Output:
         """Run the workflow on the input of the present episode, as the toolkit's evaluation does."""
@@ -155,8 +142,6 @@ class ToolkitWorkflow:
             steps: list[IntermediateStep] = []
             Context.get().intermediate_step_manager.subscribe(on_next=steps.append)
             # The runner restored the context that the workflow was built in, which may be another episode's.
-            if not self.with_chains and isinstance(callback_handler_var.get(), LangchainProfilerHandler):
-                callback_handler_var.set(CallsOnly())
             with recording(current):
                 result = await runner.result()
             with contextlib.suppress(ValueError):  # it has no text form
@@ -197,14 +182,8 @@ async def toolkit_workflow(config: ToolkitWorkflowConfig, builder: Any) -> Async
             try:
                 if not sessions.is_workflow_per_user and not sessions.workflow.has_single_output:
                     raise ComponentError("workflow: it only streams: finetuning needs a workflow with a single output")
-                evaluators = map(toolkit.get_evaluator, config.toolkit.eval.evaluators)
-                yield ToolkitWorkflow(
-                    toolkit,
-                    sessions,
-                    config.result_json_path,
-                    one_user=not config.toolkit.eval.general.per_input_user_id,
-                    with_chains=bool(config.toolkit.general.telemetry.tracing) or any(map(reads_atif, evaluators)),
-                )
+                one_user = not config.toolkit.eval.general.per_input_user_id
+                yield ToolkitWorkflow(toolkit, sessions, config.result_json_path, one_user)
             finally:
                 await sessions.shutdown()
 
