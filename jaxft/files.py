@@ -174,7 +174,6 @@ def replace_file(path: Path, content: bytes) -> Path:
 MAX_NAME_CHARACTERS = 100
 _PLAIN = re.compile(r"[a-z0-9_](?:[a-z0-9._-]*[a-z0-9_-])?")
 _SUFFIX = re.compile(r"-[0-9a-f]{12}$")
-_DEVICE = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\.|$)", re.IGNORECASE)
 
 
 def safe_name(text: str) -> str:
@@ -182,21 +181,16 @@ def safe_name(text: str) -> str:
 
     A text that already is such a name, in lower case, is returned unchanged unless it ends like a suffix of jaxft. All
     others get a suffix from their sha256, so that two texts never give one file, even if the file system ignores case
-    or drops a final dot. Names of Windows devices get a `_` in front.
+    or drops a final dot.
 
     >>> safe_name("game-7")
     'game-7'
     >>> safe_name("games/7")
     'games_7-19063539c513'
-    >>> safe_name("NUL")
-    '_NUL-ae6de1827cfc'
     """
-    is_like_one_of_ours = _SUFFIX.search(text) or _DEVICE.match(text)
-    if len(text) <= MAX_NAME_CHARACTERS and _PLAIN.fullmatch(text) and not is_like_one_of_ours:
+    if len(text) <= MAX_NAME_CHARACTERS and _PLAIN.fullmatch(text) and not _SUFFIX.search(text):
         return text
     name = re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".-")
-    if _DEVICE.match(name):
-        name = "_" + name
     suffix = "-" + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
     return name[: MAX_NAME_CHARACTERS - len(suffix)] + suffix
 

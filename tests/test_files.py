@@ -198,8 +198,6 @@ def test_safe_names_are_short_plain_and_stable(text):
 def test_safe_names_do_not_collide_even_where_capitals_do_not_count():
     names = {safe_name(text).casefold() for text in STRANGE_IDS}
     assert len(names) == len(set(STRANGE_IDS)) == len(STRANGE_IDS)
-    # Of a device of Windows there is no file, whatever follows the dot.
-    assert not names & {"nul", "com1"} and not any(name.startswith("con.") for name in names)
 
 
 @pytest.mark.parametrize("text", ["a_b", "x" * 100, "epoch_00007", "game-7", "console", "2024-01-01", "v1.2"])

@@ -174,11 +174,10 @@ def settings_of_run(folder: Path) -> tuple[str, LocalPolicyConfig | None]:
 
 def _why_no_model(source: Path) -> str:
     steps = sorted(int(file.parent.name) for file in source.glob(f"checkpoints/*/{MANIFEST}"))
+    no_model = "has no model yet, which a run writes at its end"
     if steps:
-        return (
-            f"has no model yet, which a run writes at its end; one that was stopped ends at checkpoint {steps[-1]} by "
-            f"jaxft resume {source} --set finetuning.num_epochs={steps[-1]}"
-        )
+        end = f"jaxft resume {source} --set finetuning.num_epochs={steps[-1]}"
+        return f"{no_model}; one that was stopped ends at checkpoint {steps[-1]} by {end}"
     if (source / CONFIG_FILE).is_file():
-        return "has no model yet, which a run writes at its end"
+        return no_model
     return "holds no model: give a run directory with one, the folder of a model, a GGUF file, or its id on the hub"

@@ -168,10 +168,7 @@ class RunLog:
         rows = [row for row in trajectory.sequences or () if row.llm in (None, *(self.decode or [row.llm]))]
         turns = {turn for row in rows for turn, is_own in zip(row.turns, row.completion_mask, strict=False) if is_own}
         reasons = [reason for turn, reason in enumerate(reasons) if turn in turns or not turns]
-        ended = f", finish_reason {reasons[-1]}" if reasons else ""
-        if cut := reasons.count("length"):
-            answers = "the answer" if len(reasons) == 1 else f"{cut} of {len(reasons)} answers"
-            ended += f" (the token limit cut {answers})"
+        ended = f", finish_reason {', '.join(reasons)}" if reasons else ""
         title = f"after {epoch} epochs, example {trajectory.example_id}, reward {trajectory.reward:g}{ended}"
         self.console.episode(title, messages)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from jaxft.errors import ConfigError, TrajectoryError
-from jaxft.harness.curriculum import GroupReward, checked_state, choose_groups_per_task, group_reward, initial_state
+from jaxft.harness.curriculum import GroupReward, choose_groups_per_task, group_reward, initial_state
 from jaxft.harness.data_models import (
     CurriculumLearningConfig,
     EvalInputItem,
@@ -490,12 +490,8 @@ class Trainer(ABC):
         return {name: sorted(value) if isinstance(value, set) else value for name, value in state.items()}
 
     def restore_curriculum_state(self, state: dict[str, Any]) -> None:
-        """Restore a result of `get_curriculum_state`, of this trainer or an earlier one.
-
-        Raises:
-            ValueError: some keys of the state are missing.
-        """
-        self._curriculum_state = copy.deepcopy(checked_state(state)) if state else None
+        """Restore a result of `get_curriculum_state`, of this trainer or an earlier one."""
+        self._curriculum_state = copy.deepcopy(state) if state else None
 
 
 def _check_empty(part: object, state: dict[str, Any]) -> None:

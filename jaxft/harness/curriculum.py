@@ -50,22 +50,6 @@ def initial_state(config: CurriculumLearningConfig) -> State:
     }
 
 
-def checked_state(state: Mapping[str, Any]) -> State:
-    """Return the state unchanged; raise if it has some keys of a `State` and lacks others.
-
-    Raises:
-        ValueError: keys are missing, as in a state of the toolkit, which names groups by index instead of example.
-    """
-    wanted = initial_state(CurriculumLearningConfig()).keys()
-    missing = [name for name in wanted if name not in state]
-    if missing and len(missing) < len(wanted):
-        raise ValueError(
-            f"the curriculum's state lacks {', '.join(missing)}: restore a result of get_curriculum_state; a state "
-            "of the toolkit cannot be restored and is not needed, as the fraction of groups follows from the epoch"
-        )
-    return dict(state)
-
-
 def percentile(config: CurriculumLearningConfig, epoch: int) -> float:
     """Return the fraction of groups that an epoch (from 0) trains; it grows after every `expansion_interval` epochs.
 

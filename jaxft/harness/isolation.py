@@ -215,10 +215,7 @@ class Worker:
             return f"it took more memory than it may: eval.general.worker_memory_mb is {limit}"
         signals = {processes.SIGNALLED + each: each.name for each in signal.Signals}
         if code in signals:
-            # A library in C++ that finds no memory aborts its process.
-            is_memory = signals[code] == "SIGABRT" and limit is not None
-            hint = f", perhaps for memory: eval.general.worker_memory_mb is {limit}" if is_memory else ""
-            return f"its process was ended by {signals[code]}{hint}"
+            return f"its process was ended by {signals[code]}; eval.general.worker_memory_mb is {limit}"
         return f"it ended its process, with exit code {code}"
 
     async def _show_output(self) -> None:

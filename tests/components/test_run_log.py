@@ -33,8 +33,7 @@ def test_a_column_stays_and_what_matters_comes_behind_it(tmp_path):
     ("finish_reasons", "ended"),
     [
         (["stop"], ", finish_reason stop"),
-        (["length"], ", finish_reason length (the token limit cut the answer)"),
-        (["length", "stop", "stop"], ", finish_reason stop (the token limit cut 1 of 3 answers)"),
+        (["length", "stop", "stop"], ", finish_reason length, stop, stop"),
         ([], ""),
         (None, ""),
     ],
@@ -48,7 +47,7 @@ def test_a_sample_says_how_its_answers_ended(tmp_path, finish_reasons, ended):
     assert stream.getvalue().splitlines()[0] == f"--- after 3 epochs, example 7, reward 0.5{ended}"
 
 
-def test_a_sample_counts_the_answers_of_the_policy_alone(tmp_path, make_call):
+def test_a_sample_tells_of_the_answers_of_the_policy_alone(tmp_path, make_call):
     models = ("policy", "opponent", "policy", "opponent")
     reasons = ("length", "length", "stop", "length")
     calls = [
@@ -63,7 +62,7 @@ def test_a_sample_counts_the_answers_of_the_policy_alone(tmp_path, make_call):
         log = RunLog(directory, Console(stream := io.StringIO()))
         log.decode["policy"] = str
         log.sample(3, trajectory)
-    assert "finish_reason stop (the token limit cut 1 of 2 answers)" in stream.getvalue()
+    assert "finish_reason length, stop\n" in stream.getvalue()
 
 
 def test_a_validation_of_several_generations_shows_its_scores_of_the_most(tmp_path):

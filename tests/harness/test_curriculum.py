@@ -178,13 +178,3 @@ def test_the_adapter_says_what_the_rewards_are(make_trainer, monkeypatch):
     assert names(chosen.trajectories) == "de"
     state = made.get_curriculum_state()
     assert sorted(state["dropped_groups"]) == list("abchij") and state["examples"]["d"]["reward_diff"] == 0.2
-
-
-def test_a_state_of_the_toolkit_is_refused(make_trainer):
-    made = make_trainer()
-    asyncio.run(made.initialize(FinetuneConfig(curriculum_learning={"enabled": True})))
-    before = made.get_curriculum_state()
-    toolkits = {"current_percentile": 0.5, "last_expansion_epoch": -1, "total_groups": 4, "included_groups": {0, 1}}
-    with pytest.raises(ValueError, match="the curriculum's state lacks dropped_groups, examples"):
-        made.restore_curriculum_state(toolkits)
-    assert made.get_curriculum_state() == before
