@@ -169,18 +169,12 @@ class SamplingClient:
         self._client, self._id, self._numbers = client, sampling_session_id, itertools.count()
 
     def sample(
-        self,
-        prompt: Any,
-        num_samples: int,
-        sampling_params: Any,
-        include_prompt_logprobs: bool = False,
-        topk_sample_logprobs: int = 0,
+        self, prompt: Any, num_samples: int, sampling_params: Any, include_prompt_logprobs: bool = False
     ) -> APIFuture:
         """Sample answers to a prompt."""
         given = {"sampling_session_id": self._id, "seq_id": next(self._numbers), "prompt": prompt}
         given |= {"num_samples": num_samples, "sampling_params": sampling_params}
-        given |= {"prompt_logprobs": include_prompt_logprobs, "topk_sample_logprobs": topk_sample_logprobs}
-        return self._client.call(self._client.service.sample, given)
+        return self._client.call(self._client.service.sample, {**given, "prompt_logprobs": include_prompt_logprobs})
 
     def compute_logprobs(self, prompt: Any) -> APIFuture:
         """Return the log-probability of each token of a prompt, None of the first."""

@@ -124,7 +124,6 @@ class SampledSequence(NamedTuple):
     tokens: list[int]
     logprobs: list[float]
     stop_reason: str
-    topk_logprobs: Any
 
 
 class Samples(NamedTuple):

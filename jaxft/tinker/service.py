@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from jaxft import LoraSpec, Model, Policy
 from jaxft.core import ADAPTER, BASE
 from jaxft.files import home_path
 from jaxft.models import init_adapter, with_adapters
-from jaxft.rollout import MAX_TOP_LOGPROBS, Request, StopFinder
+from jaxft.rollout import Request, StopFinder
 from jaxft.tinker.data import (
     AdamParams,
     Datum,
@@ -47,8 +48,6 @@ NO_UNEMBED = "the unembedding has no adapter here: train_unembed changes nothing
 
 STATES = "tinker"
 """Folder of saved states."""
-
-FRESH = LoraConfig()
 
 MOST_SAMPLERS = 32
 """Most samplers of a session, as no client says when it needs one no more: the one that was used least lately goes."""
@@ -159,7 +158,7 @@ class Service:
         session_id: str,
         model_seq_id: int,
         base_model: str,
-        lora_config: LoraConfig = FRESH,
+        lora_config: LoraConfig,
         optimizer_config: dict[Literal["type"], Literal["adamw"]] | None = None,
         user_metadata: Metadata = None,
     ) -> Result:
@@ -201,14 +200,11 @@ class Service:
         model = self.model(model_id)
         async with model.lock:
             for numbers, batch in make_parts(data, loss, self._microbatch_tokens):
-                rows = [data[number] for number in numbers]
-
-                def add(_: Any, rows: Any = rows, batch: Any = batch) -> Any:
-                    return model.add(keywords, rows, batch, forward_only=forward_only)
-
-                sums, found = await self._policy.read(add)
+                add = partial(model.add, keywords, batch, forward_only=forward_only)
+                sums, table = await self._policy.read(add)
                 totals += sums
-                logprobs |= zip(numbers, found, strict=True)
+                for row, number in enumerate(numbers):
+                    logprobs[number] = table[row, 1 : len(data[number].model_input) + 1]
         metrics = {"loss:sum": float(totals[0]), "entropy:sum": float(totals[1])}
         return Output(metrics, [{"logprobs": TensorData(logprobs[number])} for number in range(len(data))])
 
@@ -316,7 +312,6 @@ class Service:
         seq_id: int = 0,
         num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1,
         prompt_logprobs: bool = False,
-        topk_sample_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0,
     ) -> Samples:
         """Sample answers to a prompt of token ids.
 
@@ -341,16 +336,14 @@ class Service:
                 top_p=given.top_p,
                 stop_ids=template.stop_ids if stop is None or texts else tuple(stop),
                 find_stop=StopFinder(template.text, texts, template.tokens.is_byte) if texts else None,
-                top_logprobs=topk_sample_logprobs,
                 adapter=sampler.adapter,
             )
             for number in range(num_samples)
         ]
         answers = await asyncio.gather(*map(engine.submit, requests)) if room else []
         sequences = [
-            SampledSequence(each.token_ids, each.sampler_logprobs, each.finish_reason, each.top_logprobs or None)
-            for each in answers
-        ] or [SampledSequence([], [], "length", None)] * num_samples
+            SampledSequence(each.token_ids, each.sampler_logprobs, each.finish_reason) for each in answers
+        ] or [SampledSequence([], [], "length")] * num_samples
         return Samples(sequences, await self._prompt_logprobs(sampler, ids) if prompt_logprobs else None)
 
     async def _prompt_logprobs(self, sampler: Sampler, ids: tuple[int, ...]) -> list[float | None]:

@@ -5,7 +5,7 @@ Functions and methods that touch arrays belong to the device thread of the polic
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ import optax
 from jaxft import Batch, Denominators, LoraSpec, Model, TrainState, init_train_state, make_update
 from jaxft.core import ADAPTER, BASE, Sums, Update, add_microbatch, trainable
 from jaxft.models import init_adapter
-from jaxft.tinker.data import AdamParams, Datum
+from jaxft.tinker.data import AdamParams
 from jaxft.tinker.losses import Keywords, summed_loss
 
 _ONE: Any = np.float32(1)
@@ -102,10 +102,8 @@ class TrainedModel:
             raise ValueError(f"the weights of {self.id} were lost when a step failed: load a saved state")
         return self.state
 
-    def add(
-        self, keywords: Keywords, data: Sequence[Datum], batch: Batch, *, forward_only: bool
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Add the gradients of a table of data; return loss and entropy, and the log-probabilities of each datum."""
+    def add(self, keywords: Keywords, batch: Batch, _: Any, *, forward_only: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Add the gradients of a table of data; return loss and entropy, and the table of log-probabilities."""
         forward, add = make_programs(self.model, keywords)
         params = self.usable_state.params
         if forward_only:
@@ -114,8 +112,7 @@ class TrainedModel:
             grads, self.grads = self._usable_grads(), None
             self.grads, computed = add(params, grads, batch)
         loss, metrics = jax.device_get(computed)
-        logprobs = [metrics["logprobs"][row, 1 : len(datum.model_input) + 1] for row, datum in enumerate(data)]
-        return np.array([loss, metrics["entropy"]], np.float64), logprobs
+        return np.array([loss, metrics["entropy"]], np.float64), metrics["logprobs"]
 
     def step(self, given: AdamParams) -> dict[str, float]:
         """Make a step with the gradients since the last one, where all are zero none; return the finite metrics."""

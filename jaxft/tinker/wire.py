@@ -6,7 +6,7 @@ skipped, as in every reader of Protocol Buffers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -35,8 +35,7 @@ MESSAGES: Mapping[str, str] = {
     "BatchedEntry": "1 key text, 2 value BatchedTensor",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int",
     "SampleResponse": "1 sequences Sequence*, 2 prompt_logprobs bytes",
-    "Sequence": "1 stop_reason int, 2 tokens bytes, 3 logprobs bytes, 4 topk_sampled_logprobs TopkLogprobs",
-    "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k int, 4 length int",
+    "Sequence": "1 stop_reason int, 2 tokens bytes, 3 logprobs bytes",
 }
 """Numbers, names and types of the fields of each message; `*` marks repeated ones."""
 
@@ -46,9 +45,6 @@ SCALARS = {"double": 1, "int": 3, "text": 9, "bytes": 12}
 
 DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """Numbers of dtypes."""
-
-MISSING_LOGPROB = -99999.0
-"""Tinker's log-probability of a token that is not there."""
 
 
 def _make_messages() -> dict[str, Any]:
@@ -132,19 +128,8 @@ def write_sample(samples: Samples) -> bytes:
             "stop_reason": int(each.stop_reason != "stop"),
             "tokens": np.array(each.tokens, "<i4").tobytes(),
             "logprobs": np.array(each.logprobs, "<f4").tobytes(),
-            "topk_sampled_logprobs": _topk(each.topk_logprobs),
         }
         for each in samples.sequences
     ]
     prompt = np.array(samples.prompt_logprobs or (), "<f4").tobytes() or None
     return bytes(CLASSES["SampleResponse"](sequences=sequences, prompt_logprobs=prompt).SerializeToString())
-
-
-def _topk(rows: Sequence[Sequence[tuple[int, float]]] | None) -> dict[str, Any] | None:
-    if not rows:
-        return None
-    shape = len(rows), max(map(len, rows))
-    ids, logprobs = np.zeros(shape, "<i4"), np.full(shape, MISSING_LOGPROB, "<f4")
-    for number, row in enumerate(rows):
-        ids[number, : len(row)], logprobs[number, : len(row)] = zip(*row, strict=True)
-    return {"token_ids": ids.tobytes(), "logprobs": logprobs.tobytes(), "k": shape[1], "length": shape[0]}

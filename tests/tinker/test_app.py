@@ -20,7 +20,7 @@ IMAGE = {"type": "image", "tokens": []}
 """A chunk that is not served."""
 
 SAMPLE = {"sampling_session_id": "a", "prompt": {"chunks": []}, "sampling_params": {}}
-LORA = {"session_id": "a", "model_seq_id": 0, "base_model": "a"}
+LORA = {"session_id": "a", "model_seq_id": 0, "base_model": "a", "lora_config": {}}
 
 MANY = [pytest.param(600, marks=pytest.mark.slow), pytest.param(5000, marks=pytest.mark.tinker)]
 """Numbers of requests of nonsense."""

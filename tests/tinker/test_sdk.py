@@ -113,9 +113,7 @@ def test_samples_are_scored_as_the_trainer_scores_them(client):
     sampler = trained.save_weights_and_get_sampling_client().result()
     prompt = tinker.types.ModelInput.from_ints([5, 6, 7, 8])
     params = tinker.types.SamplingParams(max_tokens=5, stop=[])
-    futures = [
-        sampler.sample(prompt, 2, params, include_prompt_logprobs=True, topk_sample_logprobs=2) for _ in range(8)
-    ]
+    futures = [sampler.sample(prompt, 2, params, include_prompt_logprobs=True) for _ in range(8)]
     answers = [future.result() for future in futures]
     ids = {sequence.sequence_id for answer in answers for sequence in answer.sequences}
     assert len(ids) == 16 and len({tuple(answers[i].sequences[0].tokens) for i in range(8)}) > 1
@@ -127,7 +125,9 @@ def test_samples_are_scored_as_the_trainer_scores_them(client):
     logprobs = scored.result().loss_fn_outputs[0]["logprobs"].to_numpy()
     np.testing.assert_allclose(logprobs[3:], sequence.logprobs, atol=1e-5)
     np.testing.assert_allclose(answers[0].prompt_logprobs[1:], logprobs[:3], atol=1e-6)
-    assert answers[0].prompt_logprobs[0] is None and len(sequence.topk_logprobs) == 5
+    assert answers[0].prompt_logprobs[0] is None
+    with pytest.raises(tinker.UnprocessableEntityError, match="topk_sample_logprobs is 2"):
+        sampler.sample(prompt, 1, params, topk_sample_logprobs=2).result()
     seeded = [
         sampler.sample(prompt, 1, tinker.types.SamplingParams(max_tokens=5, stop=[], seed=4)).result() for _ in "12"
     ]

@@ -231,10 +231,13 @@ def test_clients_at_once_get_what_each_gets_alone(service):
 def test_what_is_impossible_is_refused_by_name(service):
     async def main():
         session, model_id = await new_model(service)
-        rest = {"model_seq_id": 99, "base_model": service.name}
+        fresh = LoraConfig(rank=2)
         faults = [
-            (service.create_model(session, 0, "Qwen/Other"), "base_model is 'Qwen/Other'; served is Qwen/Qwen3-50k"),
-            (service.create_model("gone", **rest), "no session 'gone'"),
+            (
+                service.create_model(session, 0, "Qwen/Other", fresh),
+                "base_model is 'Qwen/Other'; served is Qwen/Qwen3-50k",
+            ),
+            (service.create_model("gone", 0, service.name, fresh), "no session 'gone'"),
             (service.save_weights(model_id, "../a"), r"no path of a saved state"),
             (service.save_weights(model_id, ".a"), r"'.a' is no name"),
             (service.load_weights("tinker://a/weights/b", False, model_id=model_id), "no such saved state"),
