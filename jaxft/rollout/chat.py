@@ -66,12 +66,6 @@ def find_stop_ids(tokenizer: Any, model_folder: str | os.PathLike[str] | None = 
     return tuple(sorted({tokenizer.eos_token_id, end_of_turn, *eos_ids(model_folder)}))
 
 
-@functools.cache
-def _marks_answers(template: str) -> bool:
-    """Return True for a chat template with `generation` blocks, which say what an answer is."""
-    return re.search(r"{%-?\s*generation\b", template) is not None
-
-
 class ChatTemplate:
     """Turns messages into prompts for one tokenizer.
 
@@ -373,10 +367,6 @@ class ChatTemplate:
         if given[0]["role"] == "assistant" or given[-1]["role"] != "assistant":
             raise ValueError("a conversation to be learned must end with a message of the assistant, and not begin so")
         answers = {turn for turn, message in enumerate(given) if message["role"] == "assistant"}
-        if trained is None or answers <= set(trained):
-            marked = self._marked_conversation(given, tools)
-            if marked is not None:
-                return marked
         text = self._render(given, tools, {}, add_generation_prompt=False)
         ids: list[int] = []
         mask: list[bool] = []
@@ -400,29 +390,6 @@ class ChatTemplate:
                 mask += [False] * len(context_ids) + [True] * len(answer_ids)
                 rendered = asked + answer
         return ids, mask
-
-    def _marked_conversation(
-        self, messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[list[int], list[bool]] | None:
-        """Return a conversation as `conversation` does, by the template's own `generation` blocks.
-
-        Returns:
-            None for a template without them, or for texts that hold control tokens, which would become such.
-        """
-        template = self.tokenizer.get_chat_template(tools=list(tools) or None)
-        if not _marks_answers(template) or self._mark_controls(messages) != list(messages):
-            return None
-        try:
-            found = self.tokenizer.apply_chat_template(
-                [{**each, "role": template_role(each["role"])} for each in messages],
-                tools=list(tools) or None,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                **self._clock(list(tools)),
-            )
-        except Exception as error:  # a template is code of the model's, and may fail in any way
-            raise RequestError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
-        return list(found["input_ids"]), [bool(each) for each in found["assistant_masks"]]
 
     def _rendered_answer(
         self, messages: Sequence[Message], turn: int, tools: Sequence[Tool], asked: str, text: str

@@ -137,16 +137,7 @@ class Penalized:
 
 
 def json_grammar(schema: Any) -> Grammar:
-    """Return the grammar of JSON of a schema.
-
-    Raises:
-        RequestError: nothing satisfies the schema.
-    """
-    if is_endless(schema, schema):
-        raise RequestError(
-            "response_format has a schema that nothing satisfies: a required value holds itself",
-            param="response_format",
-        )
+    """Return the grammar of JSON of a schema."""
     return Grammar("json_schema", json.dumps(_spaced(schema)), "response_format")
 
 
@@ -171,36 +162,6 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], *, has_name: bool, behind: 
 
 def _spaced(schema: Any) -> Any:
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}} if isinstance(schema, Mapping) else schema
-
-
-def is_endless(schema: Any, root: Any, opened: frozenset[str] = frozenset()) -> bool:
-    """Return True if every value of a schema holds another value of the same `$ref`, so that none can end.
-
-    >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
-    >>> is_endless(node, node), is_endless({**node, "required": ["next"]}, {**node, "required": ["next"]})
-    (False, True)
-    """
-    if not isinstance(schema, Mapping):
-        return False
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        if reference in opened:
-            return True
-        target: Any = root
-        for key in filter(None, reference[1:].split("/")):
-            target = target.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
-        if is_endless(target, root, opened | {reference}):
-            return True
-    needed = [each for each in schema.get("allOf") or () if isinstance(schema.get("allOf"), list)]
-    if schema.get("type") == "object":
-        properties = schema.get("properties") or {}
-        needed += [properties.get(name) for name in schema.get("required") or ()]
-    if schema.get("type") == "array" and schema.get("minItems", 0):
-        needed.append(schema.get("items"))
-    choices = [schema[union] for union in ("anyOf", "oneOf") if schema.get(union)]
-    return any(is_endless(each, root, opened) for each in needed) or any(
-        all(is_endless(each, root, opened) for each in choice) for choice in choices
-    )
 
 
 class Compiler:

@@ -1,14 +1,14 @@
 """Models on remote servers that speak OpenAI's API, beside the policy: judges, simulated users, helpers.
 
 Their calls are recorded in the current episode (`Episode.remote_calls`) and never trained. Hooks of the HTTP client
-record them, so that a call is recorded once whether `RemoteClient.chat` or the client of a framework makes it. Chat
-completions are recorded, streamed ones too; all other requests pass unrecorded. Retries are openai's own.
+record them, so that a call is recorded once whether `RemoteClient.chat` or the client of a framework makes it. Whole
+chat completions are recorded; streams and all other requests pass unrecorded. Retries are openai's own.
 """
 
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,9 @@ from jaxft.rollout.frameworks import Connection, RemoteModel
 from jaxft.rollout.language_model import blocking
 from jaxft.rollout.messages import ToolCall
 from jaxft.rollout.recorder import Episode
-from jaxft.rollout.transport import http_library
-
-_http: Any = http_library()
 
 _RECORDING = "jaxft_recording"
-"""Extension of an HTTP request: the function that records the body of its response."""
+"""Extension of an HTTP request: the function that records the completion of its response."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ class RemoteClient(RemoteModel):
             response = await self._client().chat.completions.with_raw_response.create(**request)
         except openai.OpenAIError as error:
             raise RemoteModelError(f"llms.{self.name}: {self._reason(error)}") from error
-        completion = _completion(response.content, is_stream=False)
+        completion = _completion(response.content)
         if completion is None:
             raise RemoteModelError(
                 f"llms.{self.name}: the server gave {response.text[:100]!r}; wanted a chat completion with an answer; "
@@ -174,10 +171,12 @@ class RemoteClient(RemoteModel):
                 await episode.check_open()
                 self._begin(request, episode)
 
-        async def watch(response: Any) -> None:
-            _watch(response)
+        async def end(response: Any) -> None:
+            if _is_recorded(response):
+                await response.aread()
+                _record(response)
 
-        return openai.DefaultAsyncHttpxClient(event_hooks={"request": [begin], "response": [watch]})
+        return openai.DefaultAsyncHttpxClient(event_hooks={"request": [begin], "response": [end]})
 
     def http_client_sync(self) -> Any:
         """Return a new `Client` of openai's HTTP library that records chat completions and changes nothing."""
@@ -188,7 +187,12 @@ class RemoteClient(RemoteModel):
                 episode.check_open_sync()
                 self._begin(request, episode)
 
-        return openai.DefaultHttpxClient(event_hooks={"request": [begin], "response": [_watch]})
+        def end(response: Any) -> None:
+            if _is_recorded(response):
+                response.read()
+                _record(response)
+
+        return openai.DefaultHttpxClient(event_hooks={"request": [begin], "response": [end]})
 
     async def close(self) -> None:
         """Close the connections that `chat` opened in this event loop."""
@@ -247,73 +251,29 @@ class RemoteClient(RemoteModel):
         request.extensions = {**request.extensions, _RECORDING: record}
 
 
-def _watch(response: Any) -> None:
-    """Let the stream of a response record its completion, if that is to be recorded, when it is closed."""
-    if _RECORDING in response.request.extensions and response.is_success:
-        response.stream = _Watched(response, response.request.extensions[_RECORDING])
+def _is_recorded(response: Any) -> bool:
+    is_stream = response.headers.get("content-type", "").startswith("text/event-stream")
+    return _RECORDING in response.request.extensions and response.is_success and not is_stream
 
 
-class _Watched(_http.SyncByteStream, _http.AsyncByteStream):
-    """The stream of a response, unchanged; when it is closed, `record` gets the completion that has passed."""
-
-    def __init__(self, response: Any, record: Callable[[Mapping[str, Any]], None]) -> None:
-        self._response, self._stream, self._record = response, response.stream, record
-        self._passed: list[bytes] = []
-
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self._stream:
-            self._passed.append(part)
-            yield part
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for part in self._stream:
-            self._passed.append(part)
-            yield part
-
-    def close(self) -> None:
-        try:
-            self._stream.close()
-        finally:
-            self._end()
-
-    async def aclose(self) -> None:
-        try:
-            await self._stream.aclose()
-        finally:
-            self._end()
-
-    def _end(self) -> None:
-        body, headers = b"".join(self._passed), self._response.headers
-        self._passed.clear()  # a second close records nothing
-        try:
-            body = _http.Response(200, headers=headers, content=body).content  # decompressed
-        except _http.DecodingError:
-            return  # the caller has got the same error
-        is_stream = headers.get("content-type", "").startswith("text/event-stream")
-        completion = _completion(body, is_stream=is_stream)
-        if completion is not None:
-            self._record(completion)
+def _record(response: Any) -> None:
+    if (completion := _completion(response.content)) is not None:
+        response.request.extensions[_RECORDING](completion)
 
 
-def _completion(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
-    """Return a chat completion from the body of a response; None if the body holds none, or one that was cut off.
+def _completion(body: bytes) -> dict[str, Any] | None:
+    """Return a chat completion from the body of a response; None if the body holds none.
 
     Returns:
         `choices`, each with `finish_reason` and a `message` of `content`, `reasoning_content` and `tool_calls`, and
         `usage`.
 
-    >>> _completion(b'{"choices": [{"finish_reason": "stop", "message": {"content": "4"}}]}', is_stream=False)
+    >>> _completion(b'{"choices": [{"finish_reason": "stop", "message": {"content": "4"}}]}')
     {'choices': [{'message': {'content': '4', 'reasoning_content': None, 'tool_calls': []}, 'finish_reason': 'stop'}],
      'usage': {}}
-    >>> cut = b'data: {"choices": [{"index": 0, "delta": {"content": "4"}}]}'
-    >>> end = b'data: {"choices": [{"index": 0, "delta": {"content": "2"}, "finish_reason": "stop"}]}'
-    >>> _completion(cut, is_stream=True) is None
-    True
-    >>> _completion(cut + b"\\n\\n" + end, is_stream=True)["choices"][0]["message"]["content"]
-    '42'
     """
     try:
-        given = _merge_events(body) if is_stream else json.loads(body)
+        given = json.loads(body)
         choices = [
             {
                 "message": {
@@ -328,38 +288,7 @@ def _completion(body: bytes, *, is_stream: bool) -> dict[str, Any] | None:
         usage = dict(given.get("usage") or {})
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # a server may send anything
         return None
-    is_whole = bool(choices) and not (is_stream and any(choice["finish_reason"] is None for choice in choices))
-    return {"choices": choices, "usage": usage} if is_whole else None
-
-
-def _merge_events(body: bytes) -> dict[str, Any]:
-    """Return the completion that server-sent events add up to."""
-    choices: dict[int, dict[str, Any]] = {}
-    calls: dict[tuple[int, int], dict[str, Any]] = {}
-    usage = None
-    for line in body.split(b"\n"):
-        data = line.removeprefix(b"data:").strip()
-        if data == line.strip() or data == b"[DONE]":  # other fields, blank lines, the end
-            continue
-        chunk = json.loads(data)
-        usage = chunk.get("usage") or usage
-        for part in chunk.get("choices") or ():
-            choice = choices.setdefault(part["index"], {"message": {"content": "", "tool_calls": []}})
-            message, delta = choice["message"], part.get("delta") or {}
-            message["content"] += delta.get("content") or ""
-            if delta.get("reasoning_content"):
-                message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
-            for piece in delta.get("tool_calls") or ():
-                place = part["index"], piece["index"]
-                if place not in calls:
-                    calls[place] = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-                    message["tool_calls"].append(calls[place])
-                call, function = calls[place], piece.get("function") or {}
-                call["id"] = piece.get("id") or call["id"]
-                call["function"]["name"] += function.get("name") or ""
-                call["function"]["arguments"] += function.get("arguments") or ""
-            choice["finish_reason"] = part.get("finish_reason") or choice.get("finish_reason")
-    return {"choices": [choices[index] for index in sorted(choices)], "usage": usage}
+    return {"choices": choices, "usage": usage} if choices else None
 
 
 def _reply(completion: Mapping[str, Any]) -> RemoteReply:

@@ -11,11 +11,12 @@ import concurrent.futures
 import contextlib
 import functools
 import importlib
-import queue
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Message = MutableMapping[str, Any]
 App = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
@@ -32,7 +33,7 @@ def async_transport(http: Any, app: App) -> Any:
     """Return a transport for `http.AsyncClient` that calls the app; `http` is the module httpx or httpx2."""
 
     class Stream(http.AsyncByteStream):
-        def __init__(self, exchange: _AsyncExchange, request: Any) -> None:
+        def __init__(self, exchange: _Exchange, request: Any) -> None:
             self._exchange, self._request = exchange, request
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
@@ -46,7 +47,7 @@ def async_transport(http: Any, app: App) -> Any:
 
     class Transport(http.AsyncBaseTransport):
         async def handle_async_request(self, request: Any) -> Any:
-            exchange = _AsyncExchange(app, _scope(request), await request.aread(), _read_timeout(request))
+            exchange = _Exchange(app, _scope(request), await request.aread(), _read_timeout(request))
             try:
                 with _time_outs(http, request):
                     status, headers = await exchange.start()
@@ -62,26 +63,26 @@ def sync_transport(http: Any, app: App) -> Any:
     """Return a transport for `http.Client` that calls the app; `http` is the module httpx or httpx2."""
 
     class Stream(http.SyncByteStream):
-        def __init__(self, exchange: _SyncExchange, request: Any) -> None:
+        def __init__(self, exchange: _Exchange, request: Any) -> None:
             self._exchange, self._request = exchange, request
 
         def __iter__(self) -> Iterator[bytes]:
             while not self._exchange.has_ended:
                 with _time_outs(http, self._request):
-                    chunk = self._exchange.chunk()
+                    chunk = _in_own_loop(self._exchange.chunk())
                 yield chunk
 
         def close(self) -> None:
-            self._exchange.close()
+            _in_own_loop(self._exchange.close())
 
     class Transport(http.BaseTransport):
         def handle_request(self, request: Any) -> Any:
-            exchange = _SyncExchange(app, _scope(request), request.read(), _read_timeout(request))
+            exchange = _in_own_loop(_begin(app, _scope(request), request.read(), _read_timeout(request)))
             try:
                 with _time_outs(http, request):
-                    status, headers = exchange.start()
+                    status, headers = _in_own_loop(exchange.start())
             except BaseException:
-                exchange.close()
+                _in_own_loop(exchange.close())
                 raise
             return http.Response(status, headers=headers, stream=Stream(exchange, request), request=request)
 
@@ -89,7 +90,7 @@ def sync_transport(http: Any, app: App) -> Any:
 
 
 class _Exchange:
-    """A request and the response that the app is sending.
+    """A request and the response that the app is sending, in the event loop that made it.
 
     Attributes:
         has_ended: True once the last chunk was read; then the app is left to end by itself.
@@ -97,17 +98,6 @@ class _Exchange:
 
     has_ended = False
 
-    def _started(self, message: Message) -> tuple[int, list[tuple[bytes, bytes]]]:
-        if message["type"] != "http.response.start":
-            raise RuntimeError(f"the app began its response with {message['type']}; wanted http.response.start")
-        return message["status"], list(message.get("headers", ()))
-
-    def _chunk(self, message: Message) -> bytes:
-        self.has_ended = not message.get("more_body", False)
-        return message.get("body", b"")
-
-
-class _AsyncExchange(_Exchange):
     def __init__(self, app: App, scope: Message, body: bytes, timeout_seconds: float | None) -> None:
         self._seconds = timeout_seconds
         self._loop = asyncio.get_running_loop()
@@ -117,10 +107,15 @@ class _AsyncExchange(_Exchange):
         self._task.add_done_callback(self._sent.put_nowait)
 
     async def start(self) -> tuple[int, list[tuple[bytes, bytes]]]:
-        return self._started(await self._next())
+        message = await self._next()
+        if message["type"] != "http.response.start":
+            raise RuntimeError(f"the app began its response with {message['type']}; wanted http.response.start")
+        return message["status"], list(message.get("headers", ()))
 
     async def chunk(self) -> bytes:
-        return self._chunk(await self._next())
+        message = await self._next()
+        self.has_ended = not message.get("more_body", False)
+        return message.get("body", b"")
 
     async def close(self) -> None:
         if not self.has_ended:
@@ -137,40 +132,6 @@ class _AsyncExchange(_Exchange):
             sent = await self._sent.get()
         if isinstance(sent, asyncio.Task):
             sent.result()  # raises the app's error
-            raise RuntimeError("the app ended before its response did")
-        return sent
-
-
-class _SyncExchange(_Exchange):
-    def __init__(self, app: App, scope: Message, body: bytes, timeout_seconds: float | None) -> None:
-        self._seconds = timeout_seconds
-        # Holds messages and, at the end, the future.
-        self._sent: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._future = asyncio.run_coroutine_threadsafe(_serve(app, scope, body, self._sent.put), _own_loop())
-        self._future.add_done_callback(self._sent.put)
-
-    def start(self) -> tuple[int, list[tuple[bytes, bytes]]]:
-        return self._started(self._next())
-
-    def chunk(self) -> bytes:
-        return self._chunk(self._next())
-
-    def close(self) -> None:
-        if not self.has_ended:
-            self._future.cancel()
-
-    __del__ = close
-
-    def _next(self) -> Message:
-        try:
-            sent = self._sent.get(timeout=self._seconds)
-        except queue.Empty:
-            raise TimeoutError from None
-        if isinstance(sent, concurrent.futures.Future):
-            try:
-                sent.result()
-            except concurrent.futures.CancelledError:
-                raise asyncio.CancelledError("the app cancelled the request") from None
             raise RuntimeError("the app ended before its response did")
         return sent
 
@@ -234,7 +195,15 @@ def _made_loop() -> asyncio.AbstractEventLoop:
 _lock = threading.Lock()
 
 
-def _own_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all synchronous transports, in a thread of its own."""
+async def _begin(app: App, scope: Message, body: bytes, timeout_seconds: float | None) -> _Exchange:
+    return _Exchange(app, scope, body, timeout_seconds)
+
+
+def _in_own_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of work in the event loop of all synchronous transports, which has a thread of its own."""
     with _lock:
-        return _made_loop()
+        loop = _made_loop()
+    try:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+    except concurrent.futures.CancelledError:
+        raise asyncio.CancelledError("the app cancelled the request") from None

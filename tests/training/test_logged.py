@@ -63,21 +63,6 @@ def test_the_last_answer_alone(template):
     assert trained(template, {"messages": TURNS}, only_last=True)[0] == "b<|end|>"
 
 
-def test_a_template_that_marks_answers_is_believed(template):
-    tokenizer = load_tokenizer()
-    row = {"messages": TURNS}
-    plain = logged_sequences(read_logged(row), template)[0]
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}<|assistant|>{% generation %}{{ m['content'] }}<|end|>"
-        "{% endgeneration %}{% else %}<|user|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
-    )
-    marking = ChatTemplate(tokenizer, (tokenizer.eos_token_id,))
-    marked = logged_sequences(read_logged(row), marking)[0]
-    assert trained(marking, row)[0] == "a<|end|>b<|end|>"
-    spelled = {"messages": [USER, {"role": "assistant", "content": "<|end|>"}]}  # control tokens stay text
-    assert len(logged_sequences(read_logged(spelled), marking)[0].tokens) > len(marked.tokens) - len(plain.tokens)
-
-
 @pytest.mark.parametrize(
     "row, message",
     [
