@@ -3,8 +3,7 @@
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -12,7 +11,6 @@ from typing import Any, Literal
 from jaxft.errors import PromptTooLongError, RequestError
 from jaxft.rollout.adapters import Adapter
 from jaxft.rollout.calls import CARRIED, Call, Completion, Prompt, Reply
-from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.chat_request import ChatRequest, CompletionRequest, Delta
 from jaxft.rollout.current import current_functions, find_episode, note_outside_call
 from jaxft.rollout.grammar import Constraint, LateEnd, call_grammar
@@ -26,12 +24,6 @@ from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, find_stop, f
 
 INTERACTIVE, SEEDED = 2, 4
 """Streams of random numbers for calls outside of episodes, without and with a seed."""
-
-LARGE_SIZE = 2**16
-"""Characters and values of a conversation from which on it is rendered and tokenised in a thread."""
-
-_large_prompts = ThreadPoolExecutor(1, "jaxft large prompts")
-"""The one thread of large conversations, in which they keep their order."""
 
 LongPrompts = Literal["fail", "drop", "truncate_left"]
 """Treatments of a prompt that is too long: raise an error; raise it and drop the episode; or cut off first tokens."""
@@ -73,7 +65,7 @@ class ChatClient(LanguageModel):
                 request = replace(request, temperature=episode.temperature)
         prefill = "" if isinstance(request, CompletionRequest) else self._prefill(request)
         matcher = await self._matcher(request)
-        prompt = await self._prompt(request, prefill, episode)
+        prompt = self._prompt(request, prefill, episode)
         begun = [self._begin_call(prompt, request, episode, choice) for choice in range(request.n)]
 
         async def sample(choices: Sequence[int]) -> list[Reply]:
@@ -114,7 +106,7 @@ class ChatClient(LanguageModel):
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt, which may be too long for an answer."""
-        prompt = await self._render(request, self._prefill(request), find_episode())
+        prompt = self._render(request, self._prefill(request), find_episode())
         return len(prompt.ids) + prompt.truncated_tokens
 
     def token_text(self, token_id: int) -> str:
@@ -155,43 +147,31 @@ class ChatClient(LanguageModel):
         template.grammars.read_tokenizer()  # not in the thread, as a tokenizer is changed while it encodes
         return await asyncio.to_thread(template.grammars.compile, grammar)
 
-    async def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
+    def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
         """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`."""
         if isinstance(request, CompletionRequest):
             return self._fit_prompt(Prompt("", tuple(request.prompt_ids)), request.max_tokens, episode)
         try:
-            prompt = await self._render(request, prefill, episode)
+            prompt = self._render(request, prefill, episode)
         except PromptTooLongError:
             self._drop(episode)
             raise
         return self._fit_prompt(prompt, request.max_tokens, episode)
 
-    async def _render(self, request: ChatRequest, prefill: str, episode: Episode | None) -> Prompt:
-        """Return the prompt of a conversation.
-
-        That of a large one takes long, and is made in a thread, so that others are answered meanwhile.
-        """
+    def _render(self, request: ChatRequest, prefill: str, episode: Episode | None) -> Prompt:
+        """Return the prompt of a conversation."""
         # Calls of another language model may be in token ids of another tokenizer; those to token ids have no messages
         # that a conversation could go on from.
         known = () if episode is None else tuple(episode.calls)
-        earlier = [call for call in known if call.llm == self.name and call.prompt.text]
-
-        def render(template: ChatTemplate) -> Prompt:
-            return template.prompt(
-                request.messages,
-                earlier,
-                tools=request.tools,
-                template_kwargs=request.chat_template_kwargs,
-                prefill=prefill,
-                max_tokens=self.max_context_tokens,
-                truncate_left=self.long_prompts == "truncate_left",
-            )
-
-        template = self.policy.template
-        if _is_large([request.messages, request.tools, request.chat_template_kwargs]):
-            in_thread = partial(asyncio.get_running_loop().run_in_executor, _large_prompts)
-            return await in_thread(lambda: render(template.of_thread))
-        return render(template)
+        return self.policy.template.prompt(
+            request.messages,
+            [call for call in known if call.llm == self.name and call.prompt.text],
+            tools=request.tools,
+            template_kwargs=request.chat_template_kwargs,
+            prefill=prefill,
+            max_tokens=self.max_context_tokens,
+            truncate_left=self.long_prompts == "truncate_left",
+        )
 
     def _messages(self, request: ChatRequest | CompletionRequest, prompt: Prompt) -> tuple[dict[str, Any], ...]:
         """Return the messages that are recorded; token ids are one message of the user, for people to read."""
@@ -384,18 +364,3 @@ class ChatClient(LanguageModel):
         """Mark an episode whose prompt is too long as dropped if `long_prompts` is `drop`."""
         if episode is not None and self.long_prompts == "drop":
             episode.is_dropped = True
-
-
-def _is_large(value: Any) -> bool:
-    """Return True if JSON has more than `LARGE_SIZE` characters and values, of which no more are looked at."""
-    left, size = [value], 0
-    while left and size <= LARGE_SIZE:
-        each = left.pop()
-        size += 1
-        if isinstance(each, str):
-            size += len(each)
-        elif isinstance(each, Mapping):
-            left += [*each.keys(), *each.values()]
-        elif isinstance(each, list | tuple):
-            left += each
-    return size > LARGE_SIZE

@@ -24,7 +24,7 @@ from jaxft.rollout import episode_of_token, find_episode, is_episode_token, reco
 from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS
 from jaxft.serving.messages_api import COUNT_TOKENS, MESSAGES, CountTokensRequest
 from jaxft.serving.responses_api import RESPONSES
-from jaxft.serving.schemas import APIRequest, Dialect, as_refusal, read_request
+from jaxft.serving.schemas import Dialect, as_refusal, read_request
 from jaxft.serving.wire import (
     MAX_BODY_BYTES,
     SERVED,
@@ -46,9 +46,6 @@ DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_TOKENS)
 """Paths that take requests; the others are `GET /v1/models`, one model below it, and `GET /health`."""
 
-LARGE_BODY_BYTES = 2**16
-"""Size of a body from which on it is read in a thread."""
-
 OTHER_PATHS = {
     "/v1/embeddings": "the policy makes no embeddings: give the agent an embedding model of another provider",
     "/v1/messages/batches": "there are no batches: send the messages at once, without waiting for one another",
@@ -66,7 +63,8 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
 
     def answers(dialect: Dialect) -> Route:
         async def answer(request: Request) -> Response:
-            asked, wanted = await _read_request(dialect.request, await _body(request))
+            asked: Any = read_request(dialect.request, parse_body(await _body(request)))
+            wanted = asked.to_request()
             llm = _find(llms, asked.model)
             if asked.stream:
                 writer = dialect.make_writer(asked, llm.token_text)
@@ -81,8 +79,8 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
         return Route(dialect.path, _answering(answer, dialect), methods=["POST"])
 
     async def count_tokens(request: Request) -> Response:
-        asked, wanted = await _read_request(CountTokensRequest, await _body(request))
-        return _json({"input_tokens": await _find(llms, asked.model).count_tokens(wanted)})
+        asked = read_request(CountTokensRequest, parse_body(await _body(request)))
+        return _json({"input_tokens": await _find(llms, asked.model).count_tokens(asked.to_request())})
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_card(llm) for llm in llms.values()]})
@@ -239,16 +237,6 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
     return bytes(body)
-
-
-async def _read_request(model: type[APIRequest], body: bytes) -> tuple[APIRequest, Any]:
-    """Return the request of a body and what it wants sampled; others are answered while a large one is read."""
-
-    def read() -> tuple[APIRequest, Any]:
-        asked = read_request(model, parse_body(body))
-        return asked, asked.to_request()
-
-    return read() if len(body) <= LARGE_BODY_BYTES else await asyncio.to_thread(read)
 
 
 async def _while_connected(request: Request, answering: Coroutine[Any, Any, T]) -> T:

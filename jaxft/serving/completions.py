@@ -20,7 +20,6 @@ from jaxft.serving.schemas import (
     CompletionFields,
     Count,
     Dialect,
-    Ignored,
     Many,
     Natural,
     Refused,
@@ -42,6 +41,8 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 class ChatCompletionRequest(CompletionFields, ChatFields):
     """A request of chat completions."""
 
+    ignored = CompletionFields.ignored | ChatFields.ignored | {"prediction"}
+
     messages: list[dict[str, Any]] = Field(description="The conversation, of text only.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
     tool_choice: TextOr[dict[str, Any]] | None = Field(None, description="`auto`, `none`, `required` or a function.")
@@ -59,7 +60,6 @@ class ChatCompletionRequest(CompletionFields, ChatFields):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="As `return_token_ids`, and tokens in `logprobs` are written as `token_id:17`."
     )
-    prediction: Ignored = Field(None, description="Speeds up sampling at OpenAI and changes no answer.")
     modalities: Annotated[Any, Refused("the policy writes text only", ["text"])] = None
     audio: Annotated[Any, Refused("the policy writes text only")] = None
     functions: Annotated[Any, Refused("use tools, which replace functions", [])] = None
@@ -265,6 +265,8 @@ def _check_prompt(prompt: Any) -> Any:
 class TokenCompletionRequest(CompletionFields):
     """A request of completions of token ids."""
 
+    ignored = CompletionFields.ignored | {"add_special_tokens"}
+
     prompt_ids: Annotated[Many[Natural], Field(min_length=1), BeforeValidator(_check_prompt)] = Field(
         alias="prompt", description="Token ids of one prompt."
     )
@@ -279,9 +281,6 @@ class TokenCompletionRequest(CompletionFields):
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Tokens in `logprobs` are written as `token_id:17`."
-    )
-    add_special_tokens: Ignored = Field(
-        None, description="Special tokens belong to text; token ids are taken as they are."
     )
     best_of: Annotated[Any, Refused("ask for n choices, and choose", 1)] = None
     echo: Annotated[Any, Refused("the reply has prompt_token_ids", False)] = None

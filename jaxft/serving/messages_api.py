@@ -22,7 +22,6 @@ from jaxft.serving.schemas import (
     Caller,
     Count,
     Dialect,
-    Ignored,
     Name,
     Natural,
     Refused,
@@ -40,31 +39,34 @@ OWN_TOOLS = Refused("Anthropic's own tools do not run here")
 class Cached(RequestObject):
     """An object that may be marked for Anthropic's prompt cache."""
 
-    cache_control: Ignored = Field(None, description="The prefix cache needs no marks and changes no answer.")
+    ignored = frozenset({"cache_control"})
 
 
 class TextBlock(Cached):
     """A block of text."""
 
+    ignored = Cached.ignored | {"parsed_output"}
+
     type: Literal["text"]
     text: str = Field(description="The text.")
     citations: Annotated[Any, Refused("leave it out: the policy cites nothing", [])] = None
-    parsed_output: Ignored = Field(None, description="The client reads it from the text.")
 
 
 class ThinkingBlock(RequestObject):
     """A block of reasoning."""
 
+    ignored = frozenset({"signature"})
+
     type: Literal["thinking"]
     thinking: str = Field(description="Reasoning before an answer.")
-    signature: Ignored = Field(None, description="Reasoning is not signed here.")
 
 
 class RedactedThinkingBlock(RequestObject):
     """A block of reasoning that is encrypted."""
 
+    ignored = frozenset({"data"})
+
     type: Literal["redacted_thinking"]
-    data: Ignored = Field(None, description="Only Anthropic can read it.")
 
 
 class ToolUseBlock(Cached):
@@ -118,12 +120,13 @@ AnyMessage = UserMessage | AssistantMessage | SystemMessage
 class MessagesTool(Cached):
     """A function that the model may call."""
 
+    ignored = Cached.ignored | {"eager_input_streaming"}
+
     type: Annotated[Any, Refused("Anthropic's own tools do not run here: give a function", "custom")] = None
     name: Name = Field(description="Name of the function.")
     description: str | None = Field(None, description="Purpose of the function.")
     input_schema: dict[str, Any] = Field(description="JSON schema of the arguments.")
     strict: bool | None = Field(None, description="A forced call has arguments of the schema.")
-    eager_input_streaming: Ignored = Field(None, description="Tool calls come whole, at the end.")
     input_examples: Annotated[Any, Refused("put them into the description", [])] = None
     defer_loading: Annotated[Any, Refused("every tool is in the prompt", False)] = None
     allowed_callers: AllowedCallers = None
@@ -164,6 +167,8 @@ KEEPS_ALL: tuple[dict[str, Any], ...] = ({"edits": []}, {"edits": [{"type": "cle
 class MessagesRequest(APIRequest):
     """A request of messages."""
 
+    ignored = frozenset({"metadata", "cache_control", "service_tier", "inference_geo", "speed", "diagnostics"})
+
     messages: Annotated[list[Annotated[AnyMessage, Field(discriminator="role")]], Field(min_length=1)] = Field(
         description="The conversation, of text and tools only; the last message is not the assistant's."
     )
@@ -174,12 +179,6 @@ class MessagesRequest(APIRequest):
     stop: Stops | None = Field(None, alias="stop_sequences", description="Strings that end the answer.")
     top_k: Natural | None = Field(None, description="Number of most likely tokens to draw from; 0 for all.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
-    metadata: Ignored = Field(None, description="Names the end user, for Anthropic's monitoring.")
-    cache_control: Ignored = Field(None, description="The prefix cache needs no marks and changes no answer.")
-    service_tier: Ignored = Field(None, description="There is one tier.")
-    inference_geo: Ignored = Field(None, description="The policy runs on this machine.")
-    speed: Ignored = Field(None, description="There is one speed.")
-    diagnostics: Ignored = Field(None, description="Diagnostics tell of Anthropic's prompt cache.")
     thinking: Annotated[Any, Refused(VARIABLES, {"type": "adaptive"})] = None
     response_format: OutputConfig | None = Field(None, alias="output_config", description="`format`: JSON of a schema.")
     container: Annotated[Any, OWN_TOOLS] = None
@@ -219,7 +218,9 @@ class MessagesRequest(APIRequest):
 class CountTokensRequest(MessagesRequest):
     """A request to count the tokens of messages."""
 
-    max_tokens: Ignored = Field(None, description="Limit of an answer; a count samples none.")
+    ignored = MessagesRequest.ignored | {"max_tokens"}
+
+    max_tokens: Any = None
     stream: Annotated[Any, Refused("a count comes whole", False)] = None
 
 

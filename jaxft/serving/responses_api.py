@@ -19,7 +19,6 @@ from jaxft.serving.schemas import (
     ChatFields,
     Count,
     Dialect,
-    Ignored,
     Name,
     Natural,
     Refused,
@@ -34,19 +33,19 @@ from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_er
 class InputText(RequestObject):
     """A part of text."""
 
+    ignored = frozenset({"prompt_cache_breakpoint"})
+
     type: Literal["input_text"]
     text: str = Field(description="The text.")
-    prompt_cache_breakpoint: Ignored = Field(None, description="The prefix cache needs no marks.")
 
 
 class OutputText(RequestObject):
     """A part of an answer."""
 
+    ignored = frozenset({"annotations", "logprobs", "parsed"})
+
     type: Literal["output_text"]
     text: str = Field(description="The text.")
-    annotations: Ignored = Field(None, description="OpenAI's own tools make them; the model does not read them.")
-    logprobs: Ignored = Field(None, description="The run has recorded them.")
-    parsed: Ignored = Field(None, description="The client reads it from the text.")
 
 
 class Refusal(RequestObject):
@@ -73,30 +72,31 @@ class ReasoningText(RequestObject):
 class Item(RequestObject):
     """An item of a conversation."""
 
-    id: Ignored = Field(None, description="Items are not stored.")
-    status: Ignored = Field(None, description="An item that is sent back is complete.")
+    ignored = frozenset({"id", "status"})
 
 
 class MessageItem(Item):
     """A message."""
+
+    ignored = Item.ignored | {"phase"}
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = Field(description="Who speaks.")
     content: TextOr[list[Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]]] = Field(
         description="Text, or parts of text."
     )
-    phase: Ignored = Field(None, description="Chat templates have no phases.")
 
 
 class ReasoningItem(Item):
     """Reasoning before an answer."""
+
+    ignored = Item.ignored | {"encrypted_content"}
 
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = Field(None, description="Parts of `reasoning_text`.")
     summary: list[SummaryText] | None = Field(
         None, description="Parts of `summary_text`, which are read if there is no content."
     )
-    encrypted_content: Ignored = Field(None, description="Only OpenAI can read it.")
 
 
 class CallItem(Item):
@@ -110,18 +110,20 @@ class CallItem(Item):
 class FunctionCall(CallItem):
     """A call of a function."""
 
+    ignored = Item.ignored | {"parsed_arguments"}
+
     type: Literal["function_call"]
     name: Name = Field(description="Name of the function.")
     arguments: str = Field(description="A JSON object, as text.")
-    parsed_arguments: Ignored = Field(None, description="The client reads it from the arguments.")
 
 
 class FunctionCallOutput(CallItem):
     """The output of a function."""
 
+    ignored = Item.ignored | {"name"}
+
     type: Literal["function_call_output"]
     output: TextOr[list[InputText]] = Field(description="Text, or parts of `input_text`.")
-    name: Ignored = Field(None, description="The call names the function.")
 
 
 InputItem = MessageItem | ReasoningItem | FunctionCall | FunctionCallOutput
@@ -166,6 +168,8 @@ class TextConfig(AnswerFormat):
 class ResponsesRequest(ChatFields):
     """A request of responses."""
 
+    ignored = ChatFields.ignored | {"stream_options", "client_metadata", "access_programs", "max_tool_calls"}
+
     messages: TextOr[
         Annotated[
             list[Annotated[InputItem, Field(discriminator="type"), BeforeValidator(_name_type)]], Field(min_length=1)
@@ -181,10 +185,6 @@ class ResponsesRequest(ChatFields):
     )
     max_tokens: Count | None = Field(None, alias="max_output_tokens", description="Limit of sampled tokens.")
     top_k: Natural | None = Field(None, description="Number of most likely tokens to draw from; 0 for all.")
-    stream_options: Ignored = Field(None, description="Pads events against those who listen to a network.")
-    client_metadata: Ignored = Field(None, description="Names the session of Codex, for OpenAI's monitoring.")
-    access_programs: Ignored = Field(None, description="Access programs concern OpenAI's own models.")
-    max_tool_calls: Ignored = Field(None, description="It limits OpenAI's own tools, which do not run here.")
     previous_response_id: Annotated[Any, Refused("responses are not stored: send the whole input")] = None
     conversation: Annotated[Any, Refused("conversations are not stored: send the whole input")] = None
     prompt: Annotated[Any, Refused("prompts are not stored: send instructions and input")] = None

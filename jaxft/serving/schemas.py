@@ -8,7 +8,7 @@ arguments; where the API has another name, it is the alias.
 import json
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -21,6 +21,7 @@ from pydantic import (
     Tag,
     ValidationError,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 from pydantic_core.core_schema import ValidationInfo, ValidatorFunctionWrapHandler
@@ -100,9 +101,6 @@ class Refused:
             raise PydanticCustomError("unsupported_parameter", self.note)
 
 
-Ignored = Annotated[Any, AfterValidator(lambda value: None)]
-"""A field without effect, which does no harm, as its description says."""
-
 Caller = Annotated[Any, Refused("only the model itself calls tools", {"type": "direct"})]
 AllowedCallers = Annotated[Any, Refused("only the model itself calls tools", [], ["direct"])]
 
@@ -128,9 +126,20 @@ def function_tool(
 
 
 class RequestObject(BaseModel):
-    """An object in a request. Unknown fields are refused, and no value is turned into one of another type."""
+    """An object in a request. Unknown fields are refused, and no value is turned into one of another type.
+
+    Attributes:
+        ignored: fields without effect, which does no harm; docs/openai-api.md and docs/dialects.md say why.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out(cls, values: Any) -> Any:
+        is_object = isinstance(values, Mapping)
+        return {name: value for name, value in values.items() if name not in cls.ignored} if is_object else values
 
 
 class AnswerFormat(RequestObject):
@@ -202,35 +211,37 @@ def _read_logit_bias(given: dict[str, Any]) -> dict[int, float]:
 class StreamOptions(RequestObject):
     """OpenAI's `stream_options`."""
 
+    ignored = frozenset({"include_obfuscation"})
+
     include_usage: bool | None = Field(None, description="The last chunk has the counts of tokens.")
-    include_obfuscation: Ignored = Field(None, description="Pads events against those who listen to a network.")
 
 
 class OpenAIRequest(APIRequest):
     """A request in any dialect of OpenAI's."""
 
+    ignored = frozenset({"user"})
+
     seed: Seed | None = Field(None, description="Varies the random numbers, which an episode fixes anyway.")
     stop: TextOr[Stops] | None = Field(None, description="Strings that end the answer, any number of them.")
-    user: Ignored = Field(None, description="Names the end user, for OpenAI's monitoring.")
 
 
 class ChatFields(OpenAIRequest):
     """Fields that chat completions and responses share."""
 
+    ignored = OpenAIRequest.ignored | {
+        *("metadata", "store", "safety_identifier", "service_tier"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    }
+
     parallel_tool_calls: bool | None = Field(None, description="False: the first call of an answer counts.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
-    metadata: Ignored = Field(None, description="Labels of what is stored; the run records every call.")
-    store: Ignored = Field(None, description="The run records every call.")
-    safety_identifier: Ignored = Field(None, description="Names the end user, for OpenAI's monitoring.")
-    prompt_cache_key: Ignored = Field(None, description="The prefix cache needs no key and changes no answer.")
-    prompt_cache_options: Ignored = Field(None, description="The prefix cache needs no options and changes no answer.")
-    prompt_cache_retention: Ignored = Field(None, description="The prefix cache lives until the next update.")
-    service_tier: Ignored = Field(None, description="There is one tier.")
     moderation: Annotated[Any, Refused("nothing is moderated here")] = None
 
 
 class CompletionFields(OpenAIRequest):
     """Fields that chat completions and completions share, those of OpenAI and those of vLLM."""
+
+    ignored = OpenAIRequest.ignored | {"request_id", "priority", "cache_salt"}
 
     max_tokens: Count | None = Field(None, description="Limit of sampled tokens; without it, the room in the context.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Number of choices.")
@@ -259,9 +270,6 @@ class CompletionFields(OpenAIRequest):
     include_stop: bool | None = Field(
         None, alias="include_stop_str_in_output", description="The text ends with the stop string."
     )
-    request_id: Ignored = Field(None, description="A name for logs.")
-    priority: Ignored = Field(None, description="Requests are served in the order in which they come.")
-    cache_salt: Ignored = Field(None, description="The prefix cache changes no answer.")
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6), AS_SENT] | None = Field(
         None, description="Divides positive and multiplies negative logits of tokens of prompt and answer."
     )

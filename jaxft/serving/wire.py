@@ -5,7 +5,6 @@ A dialect is one API to ask for answers by, such as OpenAI's chat completions.
 
 import itertools
 import json
-import math
 import uuid
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -21,12 +20,6 @@ MAX_BODY_BYTES = 2**24
 
 METRICS = "/metrics"
 """Path of a server's metrics."""
-
-MAX_DEPTH = 100
-"""Most levels of lists and objects in a body."""
-
-MAX_VALUES = 2**18
-"""Most values in a body, those of lists and objects within it included: reading many small ones takes long."""
 
 
 @dataclass
@@ -107,7 +100,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a request.
 
     Raises:
-        APIError: the body is no such object, or one that cannot be worked with: NaN, half characters, deep nesting.
+        APIError: the body is no such object, or has NaN, half characters or more than 200 levels.
 
     >>> parse_body(b'{"n": 2}')
     {'n': 2}
@@ -118,21 +111,7 @@ def parse_body(body: bytes) -> dict[str, Any]:
         raise APIError(f"the body is not JSON that can be read: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise APIError(f"the body is a JSON {type(value).__name__}; wanted an object")
-    level: list[Any] = [value]
-    depth = count = 0
-    while level := [child for node in level if isinstance(node, dict | list) for child in _children(node)]:
-        depth, count = depth + 1, count + len(level)
-        if count > MAX_VALUES:
-            raise APIError(f"the body holds more than {MAX_VALUES} values")
-        if depth == MAX_DEPTH:
-            raise APIError(f"the body is nested deeper than {MAX_DEPTH} levels")
-        if math.inf in level or -math.inf in level:
-            raise APIError("the body holds a number that is too large", code="invalid_json")
     return value
-
-
-def _children(node: Any) -> Any:
-    return node.values() if isinstance(node, dict) else node
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -509,23 +509,6 @@ def test_impossible_chats_are_refused(client, options, error, message):
         chat(client, **options)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"content": "a" * 99}, {"content": "a" * 100_000}, {"content": "<|user|>" * 20_000}]
-)
-def test_a_large_conversation_lets_others_be_answered(client, fields):
-    async def main():
-        ticks, asking = 0, asyncio.create_task(client.chat([{"role": "user"} | fields] * 20))
-        while not asking.done():
-            await asyncio.sleep(0)
-            ticks += 1
-        with pytest.raises(PromptTooLongError, match=" is 96 "):
-            await asking
-        return ticks
-
-    is_large = len(fields["content"]) > 99
-    assert (asyncio.run(main()) > 3) == is_large
-
-
 def test_chat_sync_makes_the_same_call_as_chat(client):
     """Both in a thread that an episode's event loop waits for and in a program without an event loop."""
     options = {"max_tokens": 8, "temperature": 0.9}

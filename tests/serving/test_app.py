@@ -316,16 +316,3 @@ def test_tools_without_a_template_for_them_are_a_400_that_the_episode_keeps_unti
     episode, kept = make_episode(), []
     assert run(main(), episode) == "tools"
     assert isinstance(kept[0], ToolsUnsupportedError) and episode.policy_error is None
-
-
-def test_a_large_body_lets_others_be_answered(client):
-    async def main():
-        ticks, asking = 0, asyncio.create_task(ask(client, messages=QUESTION * 80_000, extra_body={"top_k": "many"}))
-        while not asking.done():
-            await asyncio.sleep(0.001)
-            ticks += 1
-        with pytest.raises(openai.BadRequestError, match="top_k"):
-            await asking
-        return ticks
-
-    assert asyncio.run(main()) > 8

@@ -15,8 +15,8 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from jaxft.errors import RequestError
 from jaxft.serving import messages_api, responses_api
 from jaxft.serving.app import DIALECTS
-from jaxft.serving.schemas import Ignored, Refused, StreamOptions, as_refusal, read_request
-from jaxft.serving.wire import MAX_DEPTH, MAX_VALUES, APIError, encode, parse_body
+from jaxft.serving.schemas import Refused, StreamOptions, as_refusal, read_request
+from jaxft.serving.wire import APIError, encode, parse_body
 from tests.serving.conftest import QUESTION, SCHEMA
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,11 +43,10 @@ class Row(typing.NamedTuple):
 
 
 def rows(model):
-    listed = []
+    listed = [Row(name, "ignored", "", ()) for name in sorted(model.ignored)]
     for name, field in model.model_fields.items():
         refused = next((each for each in field.metadata if isinstance(each, Refused)), None)
-        is_ignored = any(each is Ignored.__metadata__[0] for each in field.metadata)
-        treatment = "refused" if refused else "ignored" if is_ignored else "taken"
+        treatment = "refused" if refused else "taken"
         note = refused.note if refused else field.description
         if note is not None:  # else the name of a type
             listed.append(Row(field.alias or name, treatment, note, refused.unused if refused else ()))
@@ -203,6 +202,7 @@ IMPOSSIBLE = [
     (CHAT, {"temperature": 10**400}, "temperature"),
     (CHAT, {"temperature": -1}, "temperature"),
     (CHAT, {"temperature": True}, "temperature"),
+    (CHAT, {"temperature": float("inf")}, "temperature"),
     (CHAT, {"max_tokens": 2**31}, "max_tokens"),
     (CHAT, {"n": 0}, "n"),
     (CHAT, {"seed": 2**64}, "seed"),
@@ -292,14 +292,11 @@ def test_unions_and_missing_parts_are_read_as_the_core_writes_them():
         b"null",
         b"\xff",
         b'{"temperature": NaN}',
-        b'{"temperature": 1e999}',
         b'{"n": ' + b"9" * 5000 + b"}",
         b'{"user": "\\ud800"}',
         b'{"\\uD83D": 1}',
         b'{"user": "\xed\xa0\x80"}',
         b'{"metadata": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"metadata": ' + b"[" * MAX_DEPTH + b"]" * MAX_DEPTH + b"}",
-        b'{"metadata": [' + b"[]," * MAX_VALUES + b"[]]}",
     ],
 )
 def test_bodies_that_cannot_be_worked_with_are_refused(body):
@@ -348,18 +345,20 @@ def page_rows():
     tables["dialects.md"] += [(f"{name}.", model) for name, model in OBJECTS["responses"].items()]
     tables["dialects.md"].append(("", COMPLETIONS))
     for page, models in tables.items():
-        lines = []
+        lines, ignored = [], set()
         for prefix, model in models:
             for name, treatment, note, unused in rows(model):
+                if treatment == "ignored":
+                    ignored.add(f"{prefix}{name}")
+                    continue
                 accepted = ", ".join(f"`{json.dumps(value)}`" for value in unused)
                 note = note[0].upper() + note[1:].rstrip(".") + "." + (f" Accepted: {accepted}." if unused else "")
                 lines.append(f"| `{prefix}{name}` | {treatment} | {note} |")
-        yield page, lines
+        yield page, lines, ignored
 
 
 def test_the_pages_list_every_field_and_its_treatment():
-    for page, lines in page_rows():
-        listed = re.findall(
-            r"^\| `[\w.]+` \| (?:taken|refused|ignored) \| .* \|$", (DOCS / page).read_text(), re.MULTILINE
-        )
-        assert listed == lines, page
+    for page, lines, ignored in page_rows():
+        text = (DOCS / page).read_text()
+        assert re.findall(r"^\| `[\w.]+` \| (?:taken|refused) \| .* \|$", text, re.MULTILINE) == lines, page
+        assert {*re.findall(r"^\| `([\w.]+)` \| ignored \| .* \|$", text, re.MULTILINE)} == ignored, page
