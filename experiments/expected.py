@@ -19,10 +19,12 @@ is widened for the number of figures (Bonferroni).
 import argparse
 import json
 import math
+import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,6 @@ from jaxft.report.run_groups import (
     has_effect,
     is_newer_default,
     map_texts,
-    setting_texts,
     shown,
 )
 
@@ -250,8 +251,33 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
+def with_absolute_paths(configs: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return flat configurations in which a relative path is the absolute one that ends with it, if another has it."""
+    for path in {path for each in configs for path in each}:
+        texts = {text for each in configs for text in setting_texts(each.get(path)) if "/" in text or "." in text}
+        absolute = {text for text in texts if os.path.isabs(text)}
+        for each in configs:
+            if absolute and absolute != texts and path in each:
+                each[path] = map_texts(each[path], partial(_absolute, known=absolute))
+    return configs
+
+
+def setting_texts(value: Any) -> list[str]:
+    """Return the texts of a setting: itself, or those of its list."""
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
+
+
+def _absolute(text: str, known: Iterable[str]) -> str:
+    """Return the only known absolute path that ends with a relative one; any other text unchanged."""
+    if os.path.isabs(text):
+        return text
+    parts = Path(os.path.normpath(text)).parts
+    ending = [each for each in known if Path(each).parts[-len(parts) :] == parts]
+    return ending[0] if len(ending) == 1 else text
+
+
 def _differences(run: ComparedRun, reference: Reference) -> list[tuple[str, str, str]]:
-    ours, theirs = comparable_settings([run.settings, reference.settings])
+    ours, theirs = with_absolute_paths(comparable_settings([run.settings, reference.settings]))
     about = [run.records.environment, {"differences": {}}]
     found = []
     for path in {**theirs, **ours}:

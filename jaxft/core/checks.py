@@ -57,38 +57,17 @@ def as_array(name: str, x: Any) -> Any:
     """Convert nested lists of numbers to a JAX array; return anything else as it is.
 
     Raises:
-        ValueError: an entry is neither a number nor a bool (the message names the first one and its index), or the
-            lists have different lengths.
+        ValueError: an entry is neither a number nor a bool, or the lists have different lengths.
 
     >>> as_array("tokens", [[1, 2], [3, 4]]).shape
     (2, 2)
-    >>> as_array("tokens", [[1, 2], [3]])
-    Traceback (most recent call last):
-    ValueError: tokens has rows of different lengths; wanted equal lengths: pad them on the right
     """
     if not isinstance(x, list | tuple):
         return x
-    leaves = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
-    for path, leaf in leaves:
-        if not _is_numeric(leaf):
-            place = jax.tree_util.keystr(path)
-            raise ValueError(f"{name}{place} is {leaf!r}, of type {type(leaf).__name__}; wanted a number")
     try:
-        return jnp.asarray(namespace(*(leaf for _, leaf in leaves)).asarray(x))
-    except ValueError as error:
-        raise ValueError(
-            f"{name} has rows of different lengths; wanted equal lengths: pad them on the right"
-        ) from error
-
-
-def _is_numeric(leaf: Any) -> bool:
-    if isinstance(leaf, bool | float):
-        return True
-    if isinstance(leaf, int):
-        return -(2**63) <= leaf < 2**63
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic) and jnp.isdtype(
-        leaf.dtype, ("bool", "integral", "real floating")
-    )
+        return jnp.asarray(x)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} is no table of numbers, with rows of one length: {error}") from error
 
 
 def check_mask(name: str, mask: Any) -> None:

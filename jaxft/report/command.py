@@ -24,6 +24,7 @@ def compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `jaxft compare`."""
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or quoted globs as in 'runs/sweep/*'")
     parser.add_argument("--output", type=home_path, metavar="DIR", help="folder of the files (default: as above)")
+    parser.add_argument("--x", help=argparse.SUPPRESS)  # of version 0.9.0
     final = "the final reward is the mean of the last K epochs (default: a tenth of the shortest run, 3 to 25)"
     parser.add_argument("--last-epochs", type=whole_number, metavar="K", help=final)
 

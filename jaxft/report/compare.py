@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
 
     async def compare() -> None:
         console = current_console()
+        if parsed.x is not None:
+            warnings.warn("--x has no effect: curves are over epochs", FutureWarning, stacklevel=2)
         comparison = compare_runs(parsed.runs, last_epochs=parsed.last_epochs)
         folder = default_folder(comparison.runs) if parsed.output is None else parsed.output
         console.message(comparison_text(comparison, console.columns) + "\n")
@@ -80,24 +83,17 @@ def comparison_page(comparison: Comparison) -> str:
         comparison=comparison,
         title=f"Comparison of {len(comparison.runs)} {'run' if len(comparison.runs) == 1 else 'runs'}",
         overview=overview(comparison),
-        # Twice, of which a page shows those that suit its width, as small text would be unreadable.
-        wide=_reward_charts(comparison, WIDE),
-        narrow=_reward_charts(comparison, SMALL),
+        rewards=[_chart(comparison, name, WIDE) for name in (REWARD, VALIDATION) if name in known],
+        note=curves_note(comparison),
         figures_title=figures_title(comparison),
         figure_rows=figure_rows(comparison),
         others=[_chart(comparison, name) for name in known if name not in (REWARD, VALIDATION)],
     )
 
 
-def _reward_charts(comparison: Comparison, size: tuple[int, int]) -> list[Markup]:
-    made = [_chart(comparison, REWARD, size, curves_note(comparison))]
-    has_validations = any(run.validations for run in comparison.runs)
-    return made + [_chart(comparison, VALIDATION, size)] * has_validations
-
-
-def _chart(comparison: Comparison, metric: str, size: tuple[int, int] = SMALL, note: str | None = None) -> Markup:
+def _chart(comparison: Comparison, metric: str, size: tuple[int, int] = SMALL) -> Markup:
     lines, bands = _drawn(comparison, metric)
-    return line_chart(CURVES[metric], lines, bands, x_label="epochs", size=size, note=note)
+    return line_chart(CURVES[metric], lines, bands, x_label="epochs", size=size)
 
 
 def _drawn(comparison: Comparison, metric: str) -> tuple[list[Line], list[Band]]:

@@ -55,10 +55,8 @@ ELSEWHERE = (
 )
 """Metrics with a chart in a section of their own."""
 
-NARROW = (400, 260)
 
-
-def reward_chart(run: RunRecords, size: tuple[int, int]) -> Markup:
+def reward_chart(run: RunRecords) -> Markup:
     """Return the chart of rewards: mean, quartiles, extremes, validations, and the mean of the chosen groups.
 
     They are the evaluator's; where the loss weighs others, their mean is a line of its own.
@@ -79,7 +77,7 @@ def reward_chart(run: RunRecords, size: tuple[int, int]) -> Markup:
             bands.append(Band(name, mean.xs, lows, highs, is_faint=is_faint))
     words = "The evaluator's rewards; “as trained” is after weights, step rewards and penalties."
     note = words if trained in lines else None
-    return line_chart("Reward", lines, bands, x_label="epoch, counted from 0", size=size, note=note)
+    return line_chart("Reward", lines, bands, x_label="epoch, counted from 0", size=WIDE, note=note)
 
 
 def _line(rows: Sequence[Row], key: str, name: str | None = None, color: int = 0, style: Any = "line") -> Line:
@@ -97,7 +95,7 @@ def _named_lines(epochs: Sequence[int], columns: Mapping[str, Sequence[Value]]) 
 def curves(run: RunRecords) -> dict[str, Any] | None:
     """Return the charts of rewards and metrics; None before the first epoch has ended.
 
-    They are `wide` and `narrow` for rewards, `important`, and `others`; `constant` has rows of names and values.
+    They are `rewards`, `important`, and `others`; `constant` has rows of names and values.
     """
     timings = {row.get("epoch"): row for row in run.timings}
     rows = [{**timings.get(row.get("epoch"), {}), **row} for row in run.metrics]
@@ -124,8 +122,7 @@ def curves(run: RunRecords) -> dict[str, Any] | None:
     lead = f"Lines of more than {MAX_POINTS} epochs are drawn with the lowest and the highest value of each stretch."
     return {
         "lead": lead if len(rows) > MAX_POINTS else None,
-        "wide": reward_chart(run, WIDE),
-        "narrow": reward_chart(run, NARROW),
+        "rewards": reward_chart(run),
         "important": important,
         "others": [line_chart(name, _lines(rows, [name])) for name in varying],
         "constant": [(name, number(next(row[name] for row in reversed(rows) if name in row))) for name in constant],

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from jaxft.report.compared_runs import ComparedRun
@@ -138,20 +137,12 @@ def is_newer_default(path: str, settings: Sequence[dict[str, Any]], environments
 def comparable_settings(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return flat configurations in which values that mean the same are equal.
 
-    The output directory stands as `<output_dir>` wherever a value begins with it, and a relative path as the absolute
-    one that ends with it, if another configuration has that in its place.
+    The output directory stands as `<output_dir>` wherever a value begins with it.
     """
     made = []
     for config in configs:
         folder = config.get("finetuning.output_dir")
         made.append({path: map_texts(value, partial(_below, folder=folder)) for path, value in config.items()})
-    for path in {path for each in made for path in each}:
-        texts = {text for each in made for text in setting_texts(each.get(path)) if "/" in text or "." in text}
-        absolute = {text for text in texts if os.path.isabs(text)}
-        if absolute and absolute != texts:
-            for each in made:
-                if path in each:
-                    each[path] = map_texts(each[path], partial(_absolute, known=absolute))
     return made
 
 
@@ -255,11 +246,6 @@ def _values(facts: Sequence[dict[str, Any]], group: Sequence[int], path: str) ->
     return " | ".join(dict.fromkeys(shown(facts[at].get(path, ABSENT)) for at in group))
 
 
-def setting_texts(value: Any) -> list[str]:
-    """Return the texts of a setting: itself, or those of its list."""
-    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
-
-
 def map_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Return a setting with every text of it changed."""
     if isinstance(value, list):
@@ -274,12 +260,3 @@ def _below(text: str, folder: Any) -> str:
         if text == known or text.startswith(known.rstrip("/") + "/"):
             return "<output_dir>" + text[len(known.rstrip("/")) :]
     return text
-
-
-def _absolute(text: str, known: Iterable[str]) -> str:
-    """Return the only known absolute path that ends with a relative one; any other text unchanged."""
-    if os.path.isabs(text):
-        return text
-    parts = Path(os.path.normpath(text)).parts
-    ending = [each for each in known if Path(each).parts[-len(parts) :] == parts]
-    return ending[0] if len(ending) == 1 else text

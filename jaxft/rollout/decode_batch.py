@@ -162,7 +162,7 @@ def advance(
     return cache, slots, sampled, active
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=(2, 6), keep_unused=True)
+@partial(jax.jit, static_argnums=0, donate_argnums=2)
 def compute_logits(
     model: Model,
     params: Params,
@@ -170,13 +170,10 @@ def compute_logits(
     slots: DecodeBatch,
     tables: Int[Any, "B C"] | AdaptedTables,
     chosen: Bool[Any, "R"] | Int[Any, "P"],
-    old_logits: Float[Array, "B V"] | None,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Compute the logits of one token of some slots, while the host makes their masks; return pages and logits.
 
-    Args:
-        model, params, cache, slots, tables, chosen: as for `advance`.
-        old_logits: those of an earlier step, whose memory these take; None for new memory.
+    Arguments are those of `advance`.
     """
     return next_logits(model, params, cache, tables, _chosen(slots, chosen)[1])
 

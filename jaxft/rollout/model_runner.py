@@ -6,13 +6,12 @@ are decoded by a program of few rows, so that a long request does not make all r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -114,11 +113,10 @@ class Counts:
 
 @dataclass
 class _Arrays:
-    """The arrays of a runner; `logits` are those of the last masked step, by rows, whose memory the next one takes."""
+    """The arrays of a runner."""
 
     cache: Cache
     slots: DecodeBatch
-    logits: dict[int, Any] = field(default_factory=dict)
 
 
 Dispatch = list[tuple[tuple[int, ...], bool, Any]]
@@ -175,7 +173,6 @@ class ModelRunner:
         self._model = model
         self._seed = np.asarray(jax.random.key_data(jax.random.key(seed, impl="threefry2x32")))
         platform = platform or compute_platform(model.sharding)
-        self._keeps_logits = platform == "cpu" and model.sharding is None  # a CPU maps new memory page by page
         self._programs = prefill_programs(platform, slots // self.row_shards, length, self.num_pages)
         self._warm_up_rounds = warm_up_rounds(platform)
         self._shares_pages = platform == "gpu" and isinstance(model.config, DecoderConfig)
@@ -232,7 +229,6 @@ class ModelRunner:
     def advance(self, params: Params, rows: Sequence[PrefillRow], num_steps: int, *, is_filtered: bool) -> Dispatch:
         """Queue programs that decode `num_steps` tokens of each row, and return their results, to be read later."""
         arrays, dispatch = self._make_programs(params), []
-        arrays.logits.clear()
         for slots, is_few, tables, chosen in self._split(rows, num_steps):
             arrays.cache, arrays.slots, *results = advance(
                 self._model, num_steps, is_filtered, params, arrays.cache, arrays.slots, tables, chosen
@@ -260,13 +256,7 @@ class ModelRunner:
         """
         model, arrays, dispatch = self._model, self._make_programs(params), []
         for slots, is_few, tables, chosen in self._split(rows, 1):
-            given, old = (params, arrays.cache, arrays.slots, tables, chosen), arrays.logits.pop(len(chosen), None)
-            if old is None and self._keeps_logits:
-                shape = jax.eval_shape(partial(compute_logits, model), *given, None)[1]
-                old = commit_like(params, jnp.zeros(shape.shape, shape.dtype))
-            arrays.cache, logits = compute_logits(model, *given, old)
-            if self._keeps_logits:
-                arrays.logits[len(chosen)] = logits
+            arrays.cache, logits = compute_logits(model, params, arrays.cache, arrays.slots, tables, chosen)
             masked = [(row if is_few else slot, slot) for row, slot in enumerate(slots) if slot in constraints]
             size = len(chosen) if self._few_rows is None or len(masked) > self._few_rows else self._few_rows
             numbers: Any = np.full(size, len(chosen), np.int32)

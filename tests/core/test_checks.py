@@ -115,11 +115,9 @@ def test_a_batch_of_plain_lists_is_one_of_arrays(bigram):
         ("tokens", [[0, 1], [1]], "batch.tokens"),
         ("tokens", [[0.0] * 3] * 2, "float32"),
         ("completion_mask", [[0, 1, 1]] * 2, "int32"),
-        ("advantages", ["good", "bad"], "str"),
-        ("advantages", [1.0, None], "advantages[1] is None"),
-        ("advantages", [None, None], "advantages[0] is None"),
-        ("advantages", [jnp.array(1.0), None], "advantages[1] is None"),
-        ("tokens", [[0, 1, 1], [1, 2**70, 0]], f"tokens[1][1] is {2**70}"),
+        ("advantages", ["good", "bad"], "batch.advantages is no table"),
+        ("advantages", [1.0, None], "batch.advantages is no table"),
+        ("tokens", [[0, 1, 1], [1, 2**70, 0]], "batch.tokens is no table"),
     ]:
         for call in (
             partial(check_batch, lists._replace(**{field: wrong})),
@@ -134,7 +132,7 @@ def test_policy_loss_takes_plain_lists():
     knobs = {"logprobs": [[-1.0, -0.5]], "old_logprobs": [[-1.2, -0.5]], "advantages": [1.0], "loss": "dapo"}
     loss, _ = jax.jit(lambda: as_users_call(policy_loss, **knobs, completion_mask=[[True, True]]))()
     assert float(loss) == pytest.approx(-1.1107, abs=1e-4)  # TRL's number, of README
-    for wrong, part in (([[1, 1]], "int32"), ([[True], [True, True]], "different lengths")):
+    for wrong, part in (([[1, 1]], "int32"), ([[True], [True, True]], "rows of one length")):
         with pytest.raises(ValueError, match=f"completion_mask.*{part}"):
             jax.eval_shape(lambda wrong=wrong: as_users_call(policy_loss, **knobs, completion_mask=wrong))
 

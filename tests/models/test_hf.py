@@ -271,20 +271,14 @@ def test_a_truncated_file_is_named(tmp_path):
         ({NORM: "a/../../x"}, r"index.json names the file 'a/../../x', which is outside of"),
         ({NORM: "/etc/passwd"}, "names the file '/etc/passwd', which is outside of"),
         ({"more": "model-0.safetensors"}, "names the file 'model-0.safetensors', which is not in"),
-        ({NORM: "model-00001-of-0000N.safetensors"}, f"holds the tensor '{NORM}', but .*index.json puts it in"),
         ({NORM: None}, "weight_map is .*; wanted an object from tensor to file name"),
-        (
-            {"more": "model-00001-of-0000N.safetensors"},
-            "index.json puts the tensor 'more' in .*, which does not hold it",
-        ),
     ],
 )
 def test_an_index_that_lies_is_named(change, message, tmp_path):
     save_model(tmp_path / "m", *load_model(DATA / "llama"), max_shard_bytes=20_000)
     file = tmp_path / "m" / "model.safetensors.index.json"
     index = json.loads(file.read_text())
-    first = min(index["weight_map"].values())
-    index["weight_map"] |= {key: first if shard and "0000N" in shard else shard for key, shard in change.items()}
+    index["weight_map"] |= change
     file.write_text(json.dumps(index))
     (tmp_path / "m" / MANIFEST).unlink()
     with pytest.raises(ModelFileError, match=message):
@@ -298,8 +292,6 @@ def test_a_missing_tensor_of_shards_is_named(tmp_path):
     last = index["weight_map"].pop(NORM)
     file.write_text(json.dumps(index))
     (tmp_path / "m" / MANIFEST).unlink()
-    with pytest.raises(ModelFileError, match=f"{last} holds the tensor '{NORM}', but .* does not know it"):
-        load_model(tmp_path / "m")
     save_file(drop(NORM)(load_file(tmp_path / "m" / last)), tmp_path / "m" / last)
     with pytest.raises(ModelFileError, match=f"model.safetensors.index.json: no tensor '{NORM}'"):
         load_model(tmp_path / "m")

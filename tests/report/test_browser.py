@@ -215,7 +215,7 @@ def test_without_scripts_the_page_is_readable(open_page, run, width):
 
 def test_a_chart_shows_its_values(open_page, run):
     page = open_page()
-    column = page.locator("#curves .only-wide .columns g").nth(4)
+    column = page.locator("#curves .columns g").nth(4)
     column.hover()
     mean = json.loads((run / "reward_history.json").read_text())[4]["reward_mean"]
     assert f"mean {mean:.4g}" in page.locator("#tooltip").inner_text()

@@ -1,9 +1,7 @@
 """Which runs are of one group, which settings differ, and how groups are named."""
 
-import pytest
-
 from jaxft.report.compared_runs import find_runs
-from jaxft.report.run_groups import comparable_settings, group_runs
+from jaxft.report.run_groups import group_runs
 from tests.report.compared import write_run
 
 LOSS = "trainer_adapters.local.loss.name"
@@ -93,15 +91,6 @@ def test_a_mapping_in_the_place_of_a_value_is_a_difference(tmp_path):
     write_run(tmp_path / "b", [0.5], settings={"llms": {"lora": {"rank": 8}}}, about={"differences": {}})
     _, differences = groups_of(tmp_path)
     assert [each.path for each in differences] == ["llms.lora", "llms.lora.rank"]
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_relative_path_is_the_absolute_one_that_ends_with_it(order):
-    configs = [{"file": "data/../data/train.jsonl"}, {"file": "/work/data/train.jsonl"}]
-    one, other = comparable_settings([configs[at] for at in order])
-    assert one == other == {"file": "/work/data/train.jsonl"}
-    one, other = comparable_settings([{"file": "train.jsonl"}, {"file": "/work/data/my_train.jsonl"}])
-    assert one != other
 
 
 def test_paths_in_the_output_directory_follow_from_it(tmp_path):
