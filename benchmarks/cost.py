@@ -38,6 +38,7 @@ import jaxft
 from aot import Case
 from hlo import Launch, Program, read
 from jaxft.components.programs import PlannedRun
+from jaxft.core.fused_head import takes_fused_head
 from jaxft.core.packing import Branches
 from jaxft.core.sharding import make_mesh
 from jaxft.core.update import loss_and_gradients
@@ -48,6 +49,7 @@ from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.layer_stack import REMATS
 from jaxft.planning import compiler
 from jaxft.planning.compiler import CompilerError
+from jaxft.planning.flops import gradient_flops
 from jaxft.planning.targets import find_target
 from roofline import parameter_count
 
@@ -64,6 +66,7 @@ class Reached(NamedTuple):
 
 
 REACHED = {
+    "a100": Reached(1.7e12, 227e12, 151e12, 1.5e-6),
     "h100": Reached(2.8e12, 720e12, 480e12, 1.5e-6),
     "h200": Reached(4.1e12, 720e12, 480e12, 1.5e-6),
     "v5e": Reached(0.75e12, 180e12, 80e12, 0.0),
@@ -154,8 +157,16 @@ def needed_text(found: Sequence[Cost], whole: DecoderConfig, parsed: argparse.Na
     """Return the operations of the gradient of a mixture over those needed, or the bytes of decoding, as text."""
     spent = [sum(column) for column in zip(*(cost[4:6] for cost in found), strict=True)]
     if parsed.program == "gradient":
-        needed = model_flops(whole, parsed.rows, parsed.width)
-        return f"operations {spent[1] / 1e12:.1f} T, needed {needed / 1e12:.1f} T: {spent[1] / needed:.3f}"
+        needed, shape = model_flops(whole, parsed.rows, parsed.width), (whole, parsed.rows, parsed.width)
+        platform, scored = find_target(parsed.target).chip.platform, parsed.rows * (parsed.width - 1)
+        is_fused = takes_fused_head(platform, scored, whole.vocab_size, jnp.bfloat16, whole.logit_scale)
+        again = gradient_flops(*shape, parsed.remat, is_fused=is_fused, platform=platform)
+        again -= gradient_flops(*shape, "none", is_fused=True, platform=platform)
+        once = (spent[1] - again) / needed
+        return (
+            f"operations {spent[1] / 1e12:.1f} T, needed {needed / 1e12:.1f} T: {spent[1] / needed:.3f}; {once:.3f} "
+            f"without the {again / 1e12:.1f} T of remat and of logits that are computed twice"
+        )
     hit = min(whole.num_experts, parsed.slots * whole.num_experts_per_tok)
     steps = sum(cost.times for cost in found if cost.launch.label in EXPERTS_BLOCKS) / 3 / whole.num_layers
     every = replace(whole, num_experts_per_tok=hit)

@@ -54,7 +54,7 @@ class Activations(NamedTuple):
     queries: int  # H h
     keys: int  # K h, as large as values
     wide: int  # F, of a mixture that of all experts of a token
-    routed: int  # k D, of a mixture: rows in the order of their experts, and as many outputs
+    routed: int  # k D, of a mixture: rows in the order of their experts, and as many outputs; along `expert` of all
     normalizers: int  # H, float32: log-sum-exp of a row of scores; cuDNN has them for each segment
 
     def kept(self, remat: Remat, everything: int) -> int:
@@ -192,7 +192,8 @@ def update_bytes(
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
     is_gathered = sharding is not None and sharding.mesh.shape["fsdp"] > 1
     segments = MOST_SEGMENTS if is_packed and kernel == "cudnn" else 1
-    activations = _layer_activations(config, rows // row_shards * tokens, itemsize, tensor, segments)
+    experts = _expert_shards(sharding)
+    activations = _layer_activations(config, rows // row_shards * tokens, itemsize, tensor, experts, segments)
     repeats_heads = kernel == "pallas"  # which has no grouped heads
     of_sums = FLOAT32 + (0 if config.num_heads == config.num_kv_heads else 2 * itemsize)
     shapes = parameter_shapes(config, lora)
@@ -213,7 +214,7 @@ def update_bytes(
     if is_fused:
         of_head = 2 * FLOAT32 if platform == "gpu" else 0
     everything = (_unrolled if platform == "gpu" else _everything)(activations, repeats_heads, config)
-    every = replace(config, num_experts_per_tok=config.num_experts)
+    every = replace(config, num_experts_per_tok=config.num_experts // experts)
     of_layer = max(block_weights(every, has_experts=kind.has_experts) for kind in config.kinds) // tensor * itemsize
     if platform == "gpu":  # gathered weights are kept, and the result of up without its adapter beside the sum
         everything += (of_layer if is_gathered else 0) + (0 if has_gradient else activations.wide)
@@ -229,11 +230,12 @@ def update_bytes(
         embedding_gradient=vocabulary * FLOAT32 if has_gradient else 0,
         chunk=chunk,
         turn=of_turn * (1 if has_gradient else 2),
-        # The feed-forward's three activations have a gradient each, the residual stream and its norm as well, and rows
-        # and outputs of experts.
+        # The feed-forward's three activations have a gradient each, the residual stream and its norm as well, and
+        # outputs of experts; their rows have two, of gate and of up.
         layer=_recomputed_bytes(activations, repeats_heads, config)
         + 3 * activations.wide
-        + 2 * (activations.hidden + activations.routed),
+        + 2 * activations.hidden
+        + 3 * activations.routed,
         layer_weights=of_layer * (2 if is_gathered and has_gradient else 1),
         reserved=BESIDE_HEAP_BYTES if platform == "tpu" else 0,
         is_unrolled=is_unrolled,
@@ -242,23 +244,33 @@ def update_bytes(
     )
 
 
-def _layer_activations(config: DecoderConfig, tokens: int, itemsize: int, tensor: int, segments: int) -> Activations:
+def _expert_shards(sharding: Sharding | None) -> int:
+    """Return the devices along `expert`, which have room for each other's tokens: all may choose one's experts."""
+    return 1 if sharding is None else sharding.mesh.shape.get("expert", 1)
+
+
+def _layer_activations(
+    config: DecoderConfig, tokens: int, itemsize: int, tensor: int, experts: int, segments: int
+) -> Activations:
     """Return the activations of one layer for these tokens of a device, of numbers of `itemsize` bytes."""
     per_token = tokens * itemsize
     return Activations(
         hidden=per_token * config.hidden_size,
         queries=per_token * config.num_heads * config.head_dim // tensor,
         keys=per_token * config.num_kv_heads * config.head_dim // tensor,
-        wide=per_token * _wide(config) // tensor,
-        routed=per_token * config.num_experts_per_tok * config.hidden_size,
+        wide=per_token * _wide(config, experts) // tensor,
+        routed=per_token * config.num_experts_per_tok * config.hidden_size * experts,
         normalizers=segments * tokens * config.num_heads * FLOAT32 // tensor,
     )
 
 
-def _wide(config: DecoderConfig) -> int:
-    """Return the width that a token has in feed-forward layers, or in all its experts, whichever is larger."""
+def _wide(config: DecoderConfig, experts: int) -> int:
+    """Return the width of a device's token in feed-forward layers, or in all its experts, whichever is larger."""
     blocks = (projection_shapes(config, has_experts=kind.has_experts) for kind in {*config.kinds})
-    return max(sum(math.prod(block[path][1:]) for path in block if path.endswith("up_proj")) for block in blocks)
+    widths = (
+        {path: math.prod(shape[1:]) for path, shape in block.items() if path.endswith("up_proj")} for block in blocks
+    )
+    return max(sum(wide * (experts if "/experts/" in path else 1) for path, wide in each.items()) for each in widths)
 
 
 def _recomputed_bytes(activations: Activations, repeats_heads: bool, config: DecoderConfig) -> int:
@@ -343,11 +355,13 @@ def sampling_bytes(
     """
     itemsize = jnp.dtype(compute_dtype).itemsize
     row_shards, tensor = (1, 1) if sharding is None else (sharding.row_shards, sharding.mesh.shape["tensor"])
-    width = (2 * _wide(config) + 2 * config.num_heads * config.head_dim) // tensor
-    width += (4 + 2 * config.num_experts_per_tok) * config.hidden_size
+    experts = _expert_shards(sharding)
+    width = (2 * _wide(config, experts) + 2 * config.num_heads * config.head_dim) // tensor
+    width += (4 + 2 * config.num_experts_per_tok * experts) * config.hidden_size
     logits, copied = slots // row_shards * config.vocab_size * FLOAT32, 0
     if platform == "tpu":
-        outputs = config.num_heads * config.head_dim + 2 * config.intermediate_size
-        copied = VMEM_BYTES + (config.num_layers * config.hidden_size * outputs * itemsize if tensor == 1 else 0)
+        dense = sum(not kind.has_experts for kind in config.kinds)
+        outputs = config.num_layers * config.num_heads * config.head_dim + 2 * dense * config.intermediate_size
+        copied = VMEM_BYTES + (config.hidden_size * outputs * itemsize if tensor == 1 else 0)
     places = max(math.prod(program) for program in prefill_programs(platform, slots // row_shards, length))
     return SamplingBytes(prefill=places * width * itemsize, decode=logits + copied)

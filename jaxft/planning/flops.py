@@ -6,6 +6,9 @@ twice that of a sum.
 """
 
 import math
+from collections.abc import Mapping
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from jaxft import DecoderConfig, LoraSpec
@@ -91,10 +94,6 @@ def kernel_flops(config: DecoderConfig, rows: int, tokens: int, remat: Remat) ->
     return rows * products * attention_flops(config, tokens_seen(config.kinds, 1, tokens)) // 2
 
 
-Mesh = tuple[int, int, int]
-"""Sizes of the axes `data`, `fsdp` and `tensor`; chips along `tensor` are neighbours, then those along `fsdp`."""
-
-
 class Message(NamedTuple):
     """The bytes that a chip receives for one purpose.
 
@@ -119,10 +118,11 @@ class Message(NamedTuple):
 
 def messages(
     model: DecoderConfig,
-    mesh: Mesh,
+    mesh: Mapping[str, int],
     *,
     parameters: int,
     trained: int,
+    of_experts: tuple[int, int] = (0, 0),
     tokens: int,
     compute_bytes: int,
     chips_per_host: int,
@@ -131,28 +131,35 @@ def messages(
 
     Args:
         model: shape of the model.
-        mesh: sizes of the mesh's axes.
+        mesh: sizes of the mesh's axes, those of neighbours last.
         parameters: number of all parameters.
         trained: number of those that are trained.
+        of_experts: numbers of those, of all and of trained ones, that belong to one expert.
         tokens: tokens of a microbatch on a row shard.
         compute_bytes: bytes of a number in products, in which weights are gathered, and gradients and activations sent.
         chips_per_host: chips of a host that the mesh uses.
 
     >>> from jaxft.models.config import model_preset
     >>> sizes = {"parameters": 8000, "trained": 8000, "tokens": 1, "compute_bytes": 2, "chips_per_host": 8}
-    >>> [(each.what, each.size) for each in messages(model_preset("qwen3-50k"), (2, 1, 1), **sizes)]
+    >>> [(each.what, each.size) for each in messages(model_preset("qwen3-50k"), {"data": 2}, **sizes)]
     [('sums of gradients', 16000.0)]
     """
-    data, fsdp, tensor = mesh
-    of_fsdp, of_data, of_tensor = ((size - 1) / size for size in (fsdp, data, tensor))
-    own, moved = parameters / tensor * compute_bytes, trained / tensor * compute_bytes
-    activations = 4 * model.num_layers * 2 * of_tensor * tokens * model.hidden_size * compute_bytes
-    spans = {"tensor": tensor, "fsdp": tensor * fsdp, "data": tensor * fsdp * data}
+    sizes = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, **mesh}
+    experts, (of_data, of_fsdp, of_expert, of_tensor) = sizes["expert"], ((n - 1) / n for n in sizes.values())
+    # Experts of others are neither gathered nor summed.
+    whole = (number - of_expert * others for number, others in zip((parameters, trained), of_experts, strict=True))
+    own, moved = (number / sizes["tensor"] * compute_bytes for number in whole)
+    shared = (trained - of_experts[1]) / sizes["tensor"] * compute_bytes
+    stream = 4 * tokens * model.hidden_size * compute_bytes  # two sums a layer, forward and backward
+    mixtures = sum(kind.has_experts for kind in model.kinds)
+    spans = dict(zip(reversed(sizes), accumulate(reversed(sizes.values()), mul), strict=True))
     found = [
         ("weights, forward and backward", "fsdp", 2 * of_fsdp * own, False),
         ("parts of gradients", "fsdp", of_fsdp * moved, False),
-        ("sums of gradients", "data", 2 * of_data * moved / fsdp, False),
-        ("sums of activations", "tensor", activations, False),
+        ("sums of gradients", "data", 2 * of_data * moved / sizes["fsdp"], False),
+        ("sums of gradients", "expert", 2 * of_expert * shared / sizes["fsdp"], False),
+        ("tokens for experts, and their sums", "expert", mixtures * (experts - 1) * stream, False),
+        ("sums of activations", "tensor", model.num_layers * 2 * of_tensor * stream, False),
         ("weights to sample with", "fsdp", of_fsdp * moved, True),
     ]
     return [Message(*each, crosses_hosts=spans[each[1]] > chips_per_host) for each in found if each[2]]

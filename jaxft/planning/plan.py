@@ -8,19 +8,21 @@ import argparse
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxft import Config, load_config
+from jaxft import Config, DecoderConfig, load_config
 from jaxft.components import PlannedRun, Programs, mesh_shape, planned_run, resolve_dtypes
-from jaxft.core import AXES
+from jaxft.core import ADAPTER
 from jaxft.errors import CheckFailed, ConfigError, one_line
 from jaxft.harness import run_main
-from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, decode_bytes, model_flops
+from jaxft.models import MOST_SCORES, Choice, Remat, auto_remats, decode_bytes, model_flops, parameter_shapes
 from jaxft.planning import compiler
 from jaxft.planning.compiler import Compiled, CompilerError
 from jaxft.planning.estimate import UpdateBytes, sampling_bytes, update_bytes
@@ -329,6 +331,8 @@ def lines(made: Plan, run: PlannedRun) -> Iterator[str]:
     yield f"{'remat':<12} {made.remat}" + (" (auto)" if run.policy.remat == "auto" else "")
     yield f"{'microbatch':<12} {made.rows} rows of {made.width:,} tokens, on {chips} chip{'s' * (chips > 1)}"
     for purpose, size in made.memory.items():
+        if not size:
+            continue
         is_guess = any(name not in made.programs for name in COMPILED.get(purpose, ()))
         yield f"{'memory':<12} {size / GIB:8.3f} GiB  {purpose}{' (estimated)' if is_guess else ''}"
     for phase, sizes in phases(made.memory).items():
@@ -372,7 +376,8 @@ def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
     dtype, compute_dtype = resolve_dtypes(run.policy, chip.platform)
     itemsize = jnp.dtype(compute_dtype or dtype).itemsize
     is_narrow = run.policy.sampling_dtype is not None or dtype == "int8"
-    size = decode_bytes(run.model, 1, 0, itemsize, in_eight_bits=is_narrow) // made.mesh["tensor"]
+    asked = _asked_experts(run.model, run.policy.slots, made.mesh.get("expert", 1))
+    size = decode_bytes(asked, 1, 0, itemsize, in_eight_bits=is_narrow) // made.mesh["tensor"]
     empty, full = (moved / chip.bytes_per_second * 1e3 for moved in (size, size + made.memory["sampling"]))
     yield (
         f"{'sampling':<12} at least {empty:,.1f} ms for a token of each of {run.policy.slots} requests, by memory; "
@@ -382,17 +387,32 @@ def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
 
 def _messages(made: Plan, run: PlannedRun) -> list[Message]:
     """Return what a chip receives of others, by the sharding rules."""
-    data, fsdp, tensor = (made.mesh[axis] for axis in AXES)
     dtype, compute_dtype = resolve_dtypes(run.policy, made.target.chip.platform)
+    shapes = parameter_shapes(run.model, run.lora)
     return messages(
         run.model,
-        (data, fsdp, tensor),
+        made.mesh,
         parameters=made.parameters,
         trained=made.trained_parameters,
-        tokens=made.rows * made.width // (data * fsdp),
+        of_experts=(_expert_parameters(shapes), _expert_parameters(shapes.get(ADAPTER, shapes))),
+        tokens=made.rows * made.width * made.mesh["tensor"] // math.prod(made.mesh.values()),
         compute_bytes=jnp.dtype(compute_dtype or dtype).itemsize,
         chips_per_host=made.target.chips // made.target.hosts,
     )
+
+
+def _expert_parameters(shapes: Any) -> int:
+    """Return the number of parameters that belong to one expert of a mixture."""
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    return sum(leaf.size for path, leaf in leaves if any(str(key) == "['experts']" for key in path))
+
+
+def _asked_experts(model: DecoderConfig, requests: int, shards: int) -> DecoderConfig:
+    """Return the model with as many experts for a token as requests ask for on a chip, if they choose evenly."""
+    if not model.num_experts:
+        return model
+    share = 1 - (1 - model.num_experts_per_tok / model.num_experts) ** requests
+    return replace(model, num_experts_per_tok=max(1, round(share * model.num_experts / shards)))
 
 
 def advice(made: Plan, run: PlannedRun) -> list[str]:
@@ -404,7 +424,7 @@ def advice(made: Plan, run: PlannedRun) -> list[str]:
     found = [f"{over:.2f} GiB are missing in the {worst}; the changes that cost least come first"]
     if over <= 0:
         found = [f"the compiler found too little memory for {', '.join(made.too_large)}"]
-    if made.target.chip.platform == "gpu" and made.limit < 0.95 * made.target.chip.memory_bytes:
+    if made.target.chip.platform == "gpu" and made.limit < int(0.95 * made.target.chip.memory_bytes):
         found.append(f"set the environment variable {GPU_FRACTIONS[0]}=0.95, which gives jax nearly the whole GPU")
     if is_update and not made.is_smallest:
         worth, tokens = made.memory["update"] / 2 / GIB, made.rows * made.width // 2
@@ -417,9 +437,18 @@ def advice(made: Plan, run: PlannedRun) -> list[str]:
         found.append(f"halve {llm}.cache_tokens (now {now}), worth {worth:.2f} GiB; more requests then wait for pages")
     if made.is_smallest or not is_update:
         found.append(f"lower {llm}.max_context_tokens (now {policy.max_context_tokens})")
-    if made.target.chips > made.mesh["fsdp"] * made.mesh["tensor"]:
+    if not is_update and made.mesh["fsdp"] > 1:
+        axis, size = ("expert" if run.model.num_experts else "tensor"), made.memory["sampling weights"]
+        found.append(
+            f"double {llm}.mesh.{axis}, worth up to {size / 2 / GIB:.2f} GiB of weights that fsdp does not divide"
+        )
+    if made.target.chips > math.prod(made.mesh.values()) // made.mesh["data"]:
         found.append(f"divide the parameters over more chips ({llm}.mesh.fsdp, now {made.mesh['fsdp']})")
     if policy.lora is None:
+        dtype, _ = resolve_dtypes(policy, made.target.chip.platform)
+        worth = (made.memory["parameters"] + made.memory["optimizer"]) / 2 / GIB
+        if dtype == "float32":
+            found.append(f"set {llm}.dtype to bfloat16, worth about {worth:.2f} GiB, which rounds small updates away")
         worth = (made.memory["optimizer"] + (made.memory["gradients"] if is_update else 0)) / GIB
         found.append(f"train adapters ({llm}.lora), worth about {worth:.2f} GiB")
     return [*found, "take more or larger chips"]

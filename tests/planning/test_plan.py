@@ -332,8 +332,27 @@ def test_advice_begins_with_what_costs_least():
     smallest = " ".join(advice(small._replace(is_smallest=True), RUN_OF_V5E))
     assert "microbatch_tokens" not in smallest and "max_context_tokens (now 512)" in smallest
     assert "remat to least" in " ".join(advice(small._replace(remat="dots"), RUN_OF_V5E))
+    assert "llms.policy.dtype to bfloat16, worth about 1.50 GiB" in " ".join(given)
     rollout = advice(small._replace(memory=small.memory | {"sampling temporaries": 20 * 2**30}), RUN_OF_V5E)
     assert "rollout" in rollout[0] and "cache_tokens" in rollout[1] and "remat" not in " ".join(rollout)
+
+
+def test_a_mixture_is_planned_with_the_experts_that_a_chip_has():
+    mixture = model_preset("qwen3-30b-a3b")
+    made = made_plan(mesh={"data": 1, "fsdp": 2, "expert": 4, "tensor": 1}, rows=16, parameters=30_532_122_624)
+    made = made._replace(trained_parameters=made.parameters)
+    text = "\n".join(lines(made, RUN_OF_V5E._replace(model=mixture)))
+    # 48 layers have 28,991,029,248 weights of experts, of which a chip has a quarter, and 1,541,093,376 others; half of
+    # the numbers come from the other chip along `fsdp`, twice.
+    assert "17,577.7 MB a chip for each microbatch along fsdp: weights, forward and backward" in text
+    assert "2,311.6 MB a chip for each microbatch along expert: sums of gradients" in text
+    # 2 rows of 2,048 tokens of 2,048 numbers come from three chips, and sums go to them, forward and backward.
+    assert "9,663.7 MB a chip for each microbatch along expert: tokens for experts, and their sums" in text
+    # 1,229,934,592 weights of attention, routers and head, and in each layer 31 of a chip's 32 experts, as 64 requests
+    # ask for 126 of 128 if they choose evenly.
+    assert "at least 20.1 ms for a token of each of 64 requests" in text
+    rollout = made._replace(memory=made.memory | {"sampling weights": 20 * 2**30}, limit=16 * 2**30)
+    assert "double llms.policy.mesh.expert" in " ".join(advice(rollout, RUN_OF_V5E._replace(model=mixture)))
 
 
 LARGE = "llms.policy.cache_tokens=262144"
