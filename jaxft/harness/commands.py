@@ -55,7 +55,7 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
         )
     check_secrets(folder, overrides)
     where = json.dumps(escape_fields(literal(str(folder.absolute()))))
-    await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)], is_recorded=True), arguments)
+    await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
 
 
 def check_secrets(folder: Path, overrides: Sequence[tuple[str, str]]) -> None:

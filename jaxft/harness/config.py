@@ -40,7 +40,6 @@ from jaxft.harness.config_merge import (
     with_fields_expanded,
 )
 from jaxft.harness.config_types import (
-    RECORDED,
     ConfigModel,
     InputPath,
     OutputPath,
@@ -242,7 +241,6 @@ def load_config(
     *,
     dataset: Path | None = None,
     validation_dataset: Path | None = None,
-    is_recorded: bool = False,
 ) -> Config:
     """Load the configuration in a YAML file.
 
@@ -252,7 +250,6 @@ def load_config(
         dataset: a file of examples that replaces `eval.general.dataset`; its suffix tells the format, and `id_key` and
             `structure` of the configuration stay.
         validation_dataset: the same for `eval.validation.dataset`, with the fields of the dataset if it has none.
-        is_recorded: True for the file of a run, which an earlier version may have written.
 
     Raises:
         ConfigError: lists all faults, each with its path.
@@ -260,7 +257,7 @@ def load_config(
     mapping, faults = read_layers(Path(path)), ConfigErrors()
     files = {"eval.general.dataset": dataset, "eval.validation.dataset": validation_dataset}
     datasets = [(field, _dataset(file, mapping, field, faults)) for field, file in files.items() if file is not None]
-    return _config(mapping, [*datasets, *overrides], str(path), faults, is_recorded=is_recorded)
+    return _config(mapping, [*datasets, *overrides], str(path), faults)
 
 
 def load_models(mapping: dict[str, Any], overrides: Sequence[tuple[str, str]], source: str) -> Config:
@@ -368,12 +365,11 @@ def _config(
     faults: ConfigErrors,
     *,
     is_validation: bool = False,
-    is_recorded: bool = False,
 ) -> Config:
     override(mapping, overrides, faults)
     values = expanded(mapping, "", faults)
     import_installed()
-    config = _validate_model(Config, values, faults, {RECORDED: True} if is_recorded else {})
+    config = _validate_model(Config, values, faults)
     if config is not None and not is_validation:  # a run never writes to the directory of that configuration
         config = _with_output_dir(config, faults)
     if faults or config is None:
@@ -383,13 +379,11 @@ def _config(
     return config
 
 
-def _validate_model(
-    model: type[Model], values: dict[str, Any], faults: ConfigErrors, context: Mapping[str, Any] | None = None
-) -> Model | None:
+def _validate_model(model: type[Model], values: dict[str, Any], faults: ConfigErrors) -> Model | None:
     """Return the values as a model after its modules are imported; None if there are faults, which are added."""
     imports_failed = not _import_modules(values.get("imports"), faults)
     try:
-        return model.model_validate(values, context={**values, **(context or {})})
+        return model.model_validate(values, context=values)
     except ValidationError as error:
         for path, details in _faults(error):
             # A component that is unknown because its module could not be imported is not reported again.

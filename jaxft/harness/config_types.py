@@ -132,10 +132,6 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """A seed of `jax.random.key`: a uint32."""
 
 
-RECORDED = "recorded"
-"""Key in the context of a validation: the configuration is that of a run, of which an earlier version may have it."""
-
-
 def entries(values: Any, section: str) -> dict[str, Any]:
     """Return the mapping at a dotted path of a mapping; an empty one if there is none.
 

@@ -21,7 +21,6 @@ from jaxft.harness.config_types import (
     TrainerRef,
     TrajectoryBuilderRef,
     config_error,
-    entries,
 )
 from jaxft.harness.registry import REGISTRY, LoggerConfig, chosen_by_type
 from jaxft.harness.steps import IntermediateStep
@@ -276,7 +275,7 @@ class TaskConfig(ConfigModel):
         "reward_function.",
     )
     curriculum_learning: CurriculumLearningConfig | None = Field(
-        default=None, description="Fields of the curriculum that differ; null: none, for the task's own groups."
+        default=None, description="Curriculum in the place of that of the run; null: that of the run."
     )
 
 
@@ -333,11 +332,6 @@ def _check_name(value: Any) -> Any:
 
 AnyLogger = Annotated[SerializeAsAny[LoggerConfig], chosen_by_type(LoggerConfig), BeforeValidator(_check_name)]
 """A logger; a name alone stands for a logger of that `_type` with its defaults."""
-
-
-def _given(part: Any) -> Any:
-    """Return a part of a configuration with the fields that it names only, as a mapping if it is a model."""
-    return part.model_dump(exclude_unset=True) if isinstance(part, BaseModel) else part
 
 
 class FinetuneConfig(ConfigModel):
@@ -408,17 +402,6 @@ class FinetuneConfig(ConfigModel):
     run_configuration: FinetuneRunConfig | None = Field(
         default=None, exclude=True, repr=False, description="Options of the command line, set by the run."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _tasks_share_a_curriculum(cls, values: Any) -> Any:
-        """Let the curriculum of a task have the fields of that of the run which it does not name."""
-        tasks = {name: _given(task) for name, task in entries(values, "per_task").items()}
-        shared = _given(values.get("curriculum_learning")) if tasks else {}
-        for name, task in tasks.items():
-            if isinstance(task, dict) and isinstance(own := task.get("curriculum_learning"), dict):
-                tasks[name] = task | {"curriculum_learning": (shared if isinstance(shared, dict) else {}) | own}
-        return values | {"per_task": tasks} if tasks else values
 
     @field_validator("run_configuration")
     @classmethod

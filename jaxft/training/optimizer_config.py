@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, PlainSerializer, ValidationInfo, model_validator
+from pydantic import Field, PlainSerializer, model_validator
 
 from jaxft.core import LARGEST_FLOAT32
-from jaxft.harness.config_types import RECORDED, ConfigModel, config_error
+from jaxft.harness.config_types import ConfigModel, config_error
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 from jaxft.training.config import check_named, named_function
 
@@ -120,12 +120,10 @@ class OptimizerConfig(ConfigModel):
         return named_function(values)
 
     @model_validator(mode="after")
-    def _reads_what_is_set(self, info: ValidationInfo) -> "OptimizerConfig":
+    def _reads_what_is_set(self) -> "OptimizerConfig":
         """Refuse settings that the optimizer or the schedule would leave unread."""
         check_named(self.name, self.function)
         changed = {name for name, field in type(self).model_fields.items() if dict(self)[name] != field.default}
-        if RECORDED in (info.context or {}):  # versions before 0.9 recorded one always
-            changed.discard("learning_rate")
         changed |= {"weight_decay" for each in self.groups if each.weight_decay is not None}
         changed |= {"rate_factor" for each in self.groups if each.rate_factor not in (0.0, 1.0)}
         if self.function is None:

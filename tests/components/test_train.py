@@ -19,7 +19,7 @@ import yaml
 import jaxft
 from jaxft.components.train import DEFAULTS
 from jaxft.errors import ConfigError, DatasetError, RunDirectoryError, Stopped, TooManyFailures
-from jaxft.harness.config import config_from_mapping, load_config, resolved_yaml
+from jaxft.harness.config import config_from_mapping, resolved_yaml
 from jaxft.harness.signals import current_shutdown
 from tests import own_functions
 
@@ -95,23 +95,16 @@ def adapter(**options):
         # A run that is continued: its rate, unless another one is given.
         ({"path": "some/model", "recorded": RECORDED}, 1e-5),
         ({"path": "some/model", "recorded": RECORDED, "optimizer": {"learning_rate": 2e-4}}, 2e-4),
-        # Earlier versions recorded 1e-5 also where nothing takes it.
-        ({"path": "some/model", "recorded": RECORDED, "optimizer": {"function": "optax:identity"}}, 1e-5),
     ],
 )
 def test_the_learning_rate_is_that_of_the_weights_unless_one_is_given(options, expected):
     assert adapter(**options)["optimizer"]["learning_rate"] == expected
 
 
-def test_a_run_of_an_earlier_version_keeps_its_values_or_names_those_that_are_none(tmp_path):
+def test_a_run_keeps_its_values_or_names_those_that_are_none():
     other = {"path": "some/model", "optimizer": {"function": "optax:identity"}}
     assert adapter(**other)["microbatch_tokens"] is None
     assert adapter(**other, recorded={"microbatch_tokens": 8192})["microbatch_tokens"] == 8192
-    file = tmp_path / "config.yml"
-    file.write_text(resolved(**other, recorded=RECORDED))
-    load_config(file, is_recorded=True)  # as `jaxft resume`
-    with pytest.raises(ConfigError, match="takes no 'learning_rate': leave it out"):
-        load_config(file)
     place = "^config.yml: trainer_adapters.local"
     with pytest.raises(ConfigError, match=rf"{place}.optimizer.learning_rate: must be greater than 0$"):
         adapter(path="some/model", recorded={"optimizer": {"learning_rate": -1}})

@@ -206,20 +206,6 @@ def test_tasks_may_be_numbers_and_a_row_of_none_is_told(toy_run, tmp_path):
         workflow({"n": 1})
 
 
-def test_a_curriculum_of_a_task_overrides_what_it_names(toy_run, tmp_path):
-    finetuning = toy_run["finetuning"]
-    finetuning["curriculum_learning"] = {"enabled": True, "initial_percentile": 0.5}
-    finetuning["per_task"] = {"a": {"curriculum_learning": {"min_reward_diff": 0.2}}, "b": {}}
-    config = config_from_mapping(toy_run, base_dir=tmp_path).finetuning
-    assert config.per_task["b"].curriculum_learning is None
-    own = config.per_task["a"].curriculum_learning
-    assert own == config.curriculum_learning.model_copy(update={"min_reward_diff": 0.2})
-    shared, task = CurriculumLearningConfig(**finetuning["curriculum_learning"]), finetuning["per_task"]["a"]
-    for each in (task, TaskConfig(**task)):
-        config = FinetuneConfig(curriculum_learning=shared, per_task={"a": each, "b": TaskConfig()})
-        assert config.per_task == {"a": TaskConfig(curriculum_learning=own), "b": TaskConfig()}
-
-
 @pytest.mark.parametrize(
     ("task", "message"),
     [
