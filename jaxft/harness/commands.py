@@ -118,12 +118,9 @@ def _check_disk(sizes: Mapping[str, int], config: Config, show: Callable[[str], 
     num_made = 0 if section.every is None else -(-config.finetuning.num_epochs // section.every) + 1
     checkpoint, exported = sizes["checkpoint"], sizes["export"]
 
-    def kept_and_needed(max_to_keep: int) -> tuple[int, float]:
-        num_kept = min(num_made, max_to_keep + (config.eval.validation is not None))
-        # An old checkpoint goes once the new one is there.
-        return num_kept, max(min(num_made, num_kept + 1) * checkpoint, num_kept * checkpoint + exported) / 2**20
-
-    num_kept, needed = kept_and_needed(section.max_to_keep)
+    num_kept = min(num_made, section.max_to_keep + (config.eval.validation is not None))
+    # An old checkpoint goes once the new one is there.
+    needed = max(min(num_made, num_kept + 1) * checkpoint, num_kept * checkpoint + exported) / 2**20
     # The checkpoints of a run that is there go, as those of this one come.
     earlier = sum(path.stat().st_size for path in (folder / "checkpoints").rglob("*") if path.is_file())
     free = (free_bytes(folder) + earlier) / 2**20
@@ -134,10 +131,9 @@ def _check_disk(sizes: Mapping[str, int], config: Config, show: Callable[[str], 
     show(f"disk         {needed:10.1f} MiB  in all, at the peak; {free:.1f} MiB are free for {folder}")
     if needed <= free:
         return None
-    fewer = f"lower finetuning.checkpoints.max_to_keep (now {section.max_to_keep}), "
     return (
-        f"finetuning.output_dir: {folder} has {free:.1f} MiB free and up to {needed:.1f} MiB are needed: "
-        f"{fewer if kept_and_needed(1)[1] <= free else ''}free space, or give another folder"
+        f"finetuning.output_dir: {folder} has {free:.1f} MiB free and up to {needed:.1f} MiB are needed: free space, "
+        f"lower finetuning.checkpoints.max_to_keep (now {section.max_to_keep}), or give another folder"
     )
 
 

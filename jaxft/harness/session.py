@@ -277,15 +277,13 @@ class Session:
         """Make the trainer with its builder and adapter, not yet initialised.
 
         Raises:
-            ConfigError: finetuning is not enabled, or does not name all three components.
+            ConfigError: finetuning is not enabled.
         """
         finetuning = self.config.finetuning
         if not finetuning.enabled:
             raise ConfigError(["finetuning.enabled: is false: set it to true to train"])
-        trainer = await self.builder.get_trainer(_component_name("trainer", finetuning.trainer))
-        trajectory_builder = await self.builder.get_trajectory_builder(
-            _component_name("trajectory_builder", finetuning.trajectory_builder)
-        )
+        trainer = await self.builder.get_trainer(finetuning.trainer or "")
+        trajectory_builder = await self.builder.get_trajectory_builder(finetuning.trajectory_builder or "")
         await trainer.bind_components(trajectory_builder, await self.adapter())
         return trainer
 
@@ -336,9 +334,7 @@ class Session:
 
     async def adapter(self) -> TrainerAdapter:
         """Return the adapter that `finetuning.trainer_adapter` names."""
-        return await self.builder.get_trainer_adapter(
-            _component_name("trainer_adapter", self.config.finetuning.trainer_adapter)
-        )
+        return await self.builder.get_trainer_adapter(self.config.finetuning.trainer_adapter or "")
 
     def write_result(self, values: Mapping[str, Any]) -> None:
         """Write and show `result.json`: the values, and rewards, `seed`, `seconds` and `versions` that they lack.
@@ -371,9 +367,3 @@ def run_environment(builder: Builder, *others: Path) -> dict[str, Any]:
 def _has_trained(status: TrainingJobStatus) -> bool:
     """Return True if a job made an update, or if its backend does not count updates."""
     return ((status.metadata or {}).get("metrics") or {}).get("applied_updates", 1) > 0
-
-
-def _component_name(field: str, name: str | None) -> str:
-    if name is None:
-        raise ConfigError([f"finetuning.{field}: is null: name an entry of {field}s"])
-    return name

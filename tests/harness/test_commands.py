@@ -234,9 +234,7 @@ def test_a_dry_run_shows_the_room_on_disk(run_file, capsys, monkeypatch, options
     assert f"{peak:.1f} MiB  in all, at the peak; 32.0 MiB are free for run" in shown.out
     assert (code == 1) == (peak > 32)
     if peak > 32:
-        assert "run has 32.0 MiB free" in shown.err and ("max_to_keep (now 2)" in shown.err) == (
-            "20000000" in command[-1]
-        )
+        assert "run has 32.0 MiB free" in shown.err and "max_to_keep (now " in shown.err
 
 
 def test_a_dry_run_of_adapters_shows_the_merged_model_too(run_file, tmp_path, capsys, monkeypatch):
