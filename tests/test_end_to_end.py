@@ -232,7 +232,6 @@ def test_the_model_card_says_what_the_records_of_the_run_say(first_run, tmp_path
         "| seed | 0 |",
         f"| software | python {about['versions']['python']}, jaxft {about['versions']['jaxft']}, ",
         f"| training | {first} | {(first, last)[best]} | {last} |",
-        "| `optimizer.learning_rate` | `0.01` |",
         "as safetensors in float32",
     ):
         assert line in card.text, line

@@ -319,12 +319,19 @@ def _score(value: Any, example_id: str) -> Score:
         known = [name for name, part in value.items() if isinstance(name, str) and (part is None or is_number(part))]
         odd = [name for name in value if name not in known]
         if known and not odd:
-            return {name: None if (part := value[name]) is None else float(part) for name in known}
+            return {name: None if (part := value[name]) is None else _float(part, example_id) for name in known}
         wrong = f"; what is wrong: {odd[0]!r}: {_show_value(value[odd[0]])}" if odd else ""
     elif is_number(value):
-        return float(value)
+        return _float(value, example_id)
     wanted = "wanted is a number, a dict of named numbers, an EvalOutputItem, or None"
     raise TypeError(f"it gave {_show_value(value)} for example '{example_id}': {wanted}{wrong}")
+
+
+def _float(value: Any, example_id: str) -> float:
+    number = float(value)
+    if LARGEST_FLOAT32 < abs(number) < math.inf:
+        raise ValueError(f"it gave {number:g} for example '{example_id}': wanted is a number that fits float32")
+    return number
 
 
 def is_number(value: Any) -> bool:

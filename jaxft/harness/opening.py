@@ -5,7 +5,7 @@ import ctypes
 import gc
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -32,14 +32,11 @@ from jaxft.runs.environment import secrets_of_environment
 from jaxft.runs.files import (
     CONFIG_FILE,
     ENVIRONMENT_FILE,
-    EPISODE_REWARDS_FILE,
     LOG_FILE,
     PAIRS_FILE,
     RESULT_FILE,
     RESUME_COMMAND,
     RUN_FILES,
-    SAMPLES_FILE,
-    TOKEN_SCORES_FILE,
     is_run,
 )
 
@@ -189,20 +186,11 @@ def freeze_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class _OwnDirectory(RunDirectory):
-    """The directory of a process that is not the first, for small files; episodes, which grow, it does not keep."""
-
-    def append_jsonl(self, name: str, row: Mapping[str, Any]) -> Path:
-        """Append one line to a log, unless it is one of episodes."""
-        is_dropped = name in (SAMPLES_FILE, EPISODE_REWARDS_FILE, TOKEN_SCORES_FILE)
-        return self.file(name) if is_dropped else super().append_jsonl(name, row)
-
-
 def _own_directory() -> RunDirectory:
     """Return a directory that is removed with this process: of several processes the first one writes the files."""
     path = Path(tempfile.mkdtemp(prefix="jaxft-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return _OwnDirectory.create(path)
+    return RunDirectory.create(path)
 
 
 def _config_of_process(config: Config) -> Config:
