@@ -119,8 +119,10 @@ def make_agent():
         agent.close()
 
 
-def config_of(folder, workflow, *, num_generations=4, general=None, questions=("a?", "bb?"), serve=None):
-    policy = {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 96, "serve": serve}
+def config_of(
+    folder, workflow, *, num_generations=4, general=None, questions=("a?", "bb?"), serve=None, preset="qwen3-50k"
+):
+    policy = {"_type": "local_policy", "preset": preset, "slots": 8, "max_context_tokens": 96, "serve": serve}
     mapping = {
         "llms": {"policy": policy},
         "workflow": workflow,
@@ -248,12 +250,15 @@ def test_each_episode_has_a_key_of_its_own_that_is_written_nowhere(far):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("general", [{}, {"isolation": "process"}])
-def test_a_run_is_the_same_with_an_agent_at_an_address(tmp_path, make_agent, general):
+@pytest.mark.parametrize(
+    ("preset", "general"), [("qwen3-50k", {}), ("qwen3-176k-a47k", {"isolation": "process"})], ids=["dense", "mixture"]
+)
+def test_a_run_is_the_same_with_an_agent_at_an_address(tmp_path, make_agent, preset, general):
     agent = make_agent()
     (tmp_path / "here").mkdir()
-    far = train(tmp_path, {"_type": "http_agent", "url": agent.url, "api_key": "the-key-of-the-agent"}, general=general)
-    assert far == train(tmp_path / "here", {"_type": "http_in_process"})
+    of_agent = {"_type": "http_agent", "url": agent.url, "api_key": "the-key-of-the-agent"}
+    far = train(tmp_path, of_agent, general=general, preset=preset)
+    assert far == train(tmp_path / "here", {"_type": "http_in_process"}, preset=preset)
     assert len({body["api_key"] for body in agent.asked}) == len({body["seed"] for body in agent.asked}) == 8
     written = b"".join(far.values()) + (tmp_path / "run" / "run.log").read_bytes()
     assert not any(body["api_key"].encode() in written for body in agent.asked)

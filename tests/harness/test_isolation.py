@@ -55,10 +55,10 @@ LATE = [name for name, reason in REASONS.items() if reason.startswith("TimeoutEr
 WAYS = ["chat", "client", "stream", "key", "blocking"]
 
 
-def config_of(folder, *, how="chat", faults=(), judge_fault=None, general=None, llms=None, **changes):
+def config_of(folder, *, how="chat", faults=(), judge_fault=None, general=None, preset="qwen3-50k", **changes):
     mapping = {
         "imports": [str(AGENTS)],
-        "llms": {"policy": {"_type": "local_policy", "preset": "qwen3-50k", "slots": 8, "max_context_tokens": 48}},
+        "llms": {"policy": {"_type": "local_policy", "preset": preset, "slots": 8, "max_context_tokens": 48}},
         "workflow": {"_type": "isolated_agent", "llm": "policy", "how": how},
         "eval": {
             "general": {
@@ -88,6 +88,7 @@ def config_of(folder, *, how="chat", faults=(), judge_fault=None, general=None, 
     return jaxft.config_from_mapping(mapping | changes, base_dir=folder)
 
 
+MIXTURE = "qwen3-176k-a47k"
 PROCESS = {"isolation": "process", "judge_isolation": "process", "worker_memory_mb": 128}
 
 
@@ -354,8 +355,10 @@ def test_secrets_in_errors_of_workers_are_masked(workers):
 
 @pytest.mark.slow
 def test_a_run_is_the_same_in_workers(tmp_path):
-    """And an agent that is no coroutine, in a thread of a worker."""
-    assert train(tmp_path / "workers", how="sync", general=PROCESS) == train(tmp_path / "plain")
+    """Of a mixture, whose experts are replayed; and an agent that is no coroutine, in a thread of a worker."""
+    far = train(tmp_path / "workers", how="sync", general=PROCESS, preset=MIXTURE)
+    assert far == train(tmp_path / "plain", preset=MIXTURE)
+    assert b'"replayed_token_fraction": 1.0,' in far["training_metrics.jsonl"]
 
 
 @pytest.mark.slow
