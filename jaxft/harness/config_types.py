@@ -37,9 +37,8 @@ class ConfigModel(BaseModel):
     @classmethod
     def _true_is_not_one(cls, value: Any, info: Any) -> Any:
         numbers = (int, float, int | None, float | None)
-        if isinstance(value, bool) and info.field_name and cls.model_fields[info.field_name].annotation in numbers:
-            raise config_error("must be a number (holds a bool)")
-        return value
+        is_number = info.field_name and cls.model_fields[info.field_name].annotation in numbers
+        return no_bool(value) if is_number else value
 
     @model_validator(mode="wrap")
     @classmethod
@@ -86,6 +85,13 @@ class ConfigText(str):
 def config_error(message: str) -> PydanticCustomError:
     """Make a validator's error whose message is shown verbatim, braces included, after the path of the field."""
     return PydanticCustomError("fault", "{message}", {"message": message})
+
+
+def no_bool(value: Any) -> Any:
+    """Return a value for a number, for which pydantic would also take a bool; raise a field's error if it is one."""
+    if isinstance(value, bool):
+        raise config_error("must be a number (holds a bool)")
+    return value
 
 
 def kind_in_words(value: Any) -> str:

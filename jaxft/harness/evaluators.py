@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Generic, NamedTuple, SupportsFloat, TypeVar
 
 import numpy as np
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from jaxft.core import LARGEST_FLOAT32
 from jaxft.errors import ConfigError, UserCodeError, did_you_mean, one_line, user_code
 from jaxft.files import json_bytes
-from jaxft.harness.config_types import config_error
+from jaxft.harness.config_types import config_error, no_bool
 from jaxft.harness.data_models import EvalInput, EvalInputItem, EvalOutput, EvalOutputItem
 from jaxft.harness.registry import EvaluatorConfig, register_evaluator
 from jaxft.harness.supervision import Supervisor, is_async
@@ -357,7 +357,7 @@ SECTION = "eval.evaluators"
 class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
     """Weighted sum of the scores of other evaluators, as named rewards; unusable if one of the scores is."""
 
-    weights: dict[str, Annotated[float, Field(strict=True, allow_inf_nan=False)]] = Field(
+    weights: dict[str, Annotated[float, BeforeValidator(no_bool), Field(allow_inf_nan=False)]] = Field(
         min_length=1, description="Weight of each score in the sum, by its name: another entry of eval.evaluators."
     )
 

@@ -280,7 +280,7 @@ def test_an_evaluator_that_is_no_function_is_named(toy_run, tmp_path):
         ({}, "weights: is required, but not there"),
         ({"weights": {}}, "weights: "),
         ({"weights": {"mtach": 1}}, "weights: 'mtach' is not in 'eval.evaluators'; did you mean 'match'?"),
-        ({"weights": {"match": True}}, "weights: the weight of 'match' must be a number (holds a bool)"),
+        ({"weights": {"match": True}}, "weights.match: must be a number (holds a bool)"),
         ({"weights": {"match": "much"}}, "weights.match: must be a valid number"),
         ({"weights": {"match": float("nan")}}, "weights.match: must be a finite number"),
         ({"weights": {"match": float("-inf")}}, "weights.match: must be a finite number"),
