@@ -201,10 +201,8 @@ class RolloutBuilder(TrajectoryBuilder):
         return FinetuneConfig() if self.run_config is None else self.run_config
 
     def restore_state(self, state: dict[str, Any]) -> None:
-        """Restore the groups that go on; earlier versions also had the number of collections here."""
+        """Restore the groups that go on."""
         self._carried = CARRIED_GROUPS.validate_python(state.get("carried", []))
-        if "collections" in state and self.evaluation is not None:
-            self.evaluation.num_rollouts = state["collections"]
 
     def state(self) -> dict[str, Any]:
         """Return the groups that the next collection goes on with, for JSON."""

@@ -309,7 +309,5 @@ class LoggedTrainer(Trainer):
         self.statuses = [TrainingJobStatus(**status) for status in counters["statuses"]]
         self.log.restore(state["log"])
         self._why_nothing_was_learned = state["why_nothing_was_learned"]
-        # Checkpoints of earlier versions do not have these.
-        self._lacks_signal = state.get("lacks_signal", True)
-        if "health" in state:
-            self._health.restore(state["health"])
+        self._lacks_signal = state["lacks_signal"]
+        self._health.restore(state["health"])

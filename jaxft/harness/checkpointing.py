@@ -116,9 +116,7 @@ class Checkpointing:
             RestoreError: the checkpoint was made with other examples, or another order of them.
         """
         self._dataset_sha256 = await asyncio.to_thread(dataset_digest, items)
-        # Checkpoints of earlier versions do not have it.
-        before = None if self.found is None else self.found.state.get("dataset_sha256")
-        if self.found is not None and before not in (None, self._dataset_sha256):
+        if self.found is not None and (before := self.found.state["dataset_sha256"]) != self._dataset_sha256:
             raise RestoreError(
                 f"eval.general.dataset: the examples are not those of checkpoint {self.found.step}: their sha256 was "
                 f"{before} and is {self._dataset_sha256}: put the dataset back as it was, or start another run, with "
@@ -146,8 +144,7 @@ class Checkpointing:
         builder.restore_state(state["builder"])
         if builder.evaluation is not None:
             builder.evaluation.num_validations = state["num_validations"]
-            # In checkpoints of earlier versions only the state of the builder counts them.
-            builder.evaluation.num_rollouts = state.get("num_rollouts", builder.evaluation.num_rollouts)
+            builder.evaluation.num_rollouts = state["num_rollouts"]
         trainer.restore_curriculum_state(state["curriculum"])
         trainer.restore_state(state["trainer"])
         for component, saved in ((trainer, state["trainer"]), (adapter, state["adapter"])):

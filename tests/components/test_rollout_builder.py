@@ -177,23 +177,6 @@ def test_names_are_of_your_own():
             yield 1
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_next_collection(make_items):
-    builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=1))
-
-    async def rollout_index(example):
-        return episode().rollout_index
-
-    async def main():
-        evaluation = Evaluation(rollout_index, {"reward": lambda item: item.output_obj}, "reward", 4, 0)
-        await builder.bind_evaluation(evaluation, make_items("a"))
-        builder.restore_state({"collections": 3})
-        await builder.start_run("run")
-        return await builder.finalize("run")
-
-    ((trajectory,),) = asyncio.run(main()).trajectories
-    assert trajectory.reward == 3.0 and builder.state() == {}
-
-
 # --- Answers that are carried over to the next collection.
 
 ANSWER_TOKENS = 3
