@@ -4,8 +4,6 @@ Cards get published: they have no path of this machine, no address, and no text 
 """
 
 import json
-import re
-from collections import Counter
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -21,15 +19,12 @@ from jaxft.harness.tasks import tasks_of
 from jaxft.models.model_card import hub_id, licence, make_card, reference
 from jaxft.redaction import redacted
 from jaxft.runs.directory import RunDirectory
-from jaxft.runs.files import ENVIRONMENT_FILE, METRICS_FILE, VALIDATION_HISTORY_FILE
+from jaxft.runs.files import METRICS_FILE, VALIDATION_HISTORY_FILE
 
 TEMPLATE = Path(__file__).with_name("run_card.md")
 
 METHODS = {"dr_grpo": "Dr. GRPO", "sft": "supervised finetuning"}
 """Names of losses in prose, where they are not the upper-case form of their name in the configuration."""
-
-NAME = re.compile(r"[\w.+*-]+(/[\w.+*-]+)?")
-"""Pattern of the texts that a card shows: names, and ids on the hub."""
 
 
 def run_card(config: Config, directory: RunDirectory, adapter: LocalTrainerAdapterConfig, version: int) -> ModelCard:
@@ -69,29 +64,18 @@ def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdap
     """Return the facts and rewards of the training."""
     finetuning, metrics = config.finetuning, directory.path / METRICS_FILE
     rows = [json.loads(line) for line in metrics.read_bytes().splitlines()] if metrics.is_file() else []
-    names = ENVIRONMENT_FILE, VALIDATION_HISTORY_FILE
-    about, scores = (directory.read_json(name) if directory.holds(name) else {} for name in names)
-    trainer = config.trainers.get(str(finetuning.trainer))
-    builder = config.trajectory_builders.get(str(finetuning.trajectory_builder))
-    components = [each for each in (trainer, builder, adapter) if each is not None]
-    devices = Counter(name.rsplit(" (", 1)[0] for name in about.get("devices", []))
+    scores = directory.read_json(VALIDATION_HISTORY_FILE) if directory.holds(VALIDATION_HISTORY_FILE) else []
     reward = finetuning.reward_function
     evaluators = tasks_of(finetuning).evaluators(None if reward is None else reward.name).values()
-    tasks = [name if NAME.fullmatch(name) else f"task {place}" for place, name in enumerate(finetuning.per_task, 1)]
     facts = {
         "loss": f"`{adapter.loss.name if adapter.loss.function is None else adapter.loss.function.name}`",
-        "trainer": ", ".join(f"`{each.type_name}`" for each in components),
         "agent": f"`{config.workflow.type_name}`",
         "reward": ", ".join(f"`{name}`" for name in dict.fromkeys(evaluators) if name),
-        "tasks": ", ".join(f"`{name}`" for name in tasks),
         "training data": f"`{config.eval.general.dataset.type_name}`",
         "epochs": len(rows),
-        "preference pairs": round(sum(row.get("pairs_trained", 0) for row in rows)),
         "episodes": round(sum(row.get("episodes", 0) for row in rows)),
         "updates": round(sum(row.get("applied_updates", 0) for row in rows)),
         "seed": str(finetuning.seed),
-        "devices": ", ".join(f"{count} x {kind}" for kind, count in devices.items()),
-        "software": ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items() if version),
     }
     pairs = {
         "training": [(row.get("reward_mean"), f"epoch {row['epoch'] + 1}") for row in rows],
@@ -102,5 +86,4 @@ def _training(config: Config, directory: RunDirectory, adapter: LocalTrainerAdap
         for name, each in pairs.items()
         if (known := [pair for pair in each if pair[0] is not None])
     }
-    earlier = rows[0].get("policy_version", 0) - (rows[0].get("applied_updates", 0) > 0) if rows else 0
-    return {"facts": facts, "rewards": rewards, "earlier_updates": earlier}
+    return {"facts": facts, "rewards": rewards}
