@@ -25,8 +25,6 @@ from jaxft.runs.environment import environment, version
 
 DEVELOPMENT = frozenset({"test", "dev", "docs"})
 """Extras for work on jaxft itself, which nobody else misses."""
-ACCELERATORS = {"/dev/nvidiactl": ("an NVIDIA GPU", "cuda"), "/dev/accel0": ("a TPU", "tpu")}
-"""Files by which Linux shows an accelerator: its name, and the extra with which jax uses it."""
 
 
 def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
@@ -58,7 +56,7 @@ def doctor(config: Config | None, *, sharding: bool = False) -> None:
     for base, kind in KINDS.items():
         show(f"{kind.name:<14} {', '.join(REGISTRY.names(base)) or 'none'}")
     _show_devices(show)
-    _show_compile_cache(show)
+    show(f"{'compile cache':<14} {jax.config.values['jax_compilation_cache_dir']}")
     _check_writable(show, Path.cwd() / "runs" if config is None else config.finetuning.output_dir)
     if config is not None:
         show(f"{'configuration':<14} no faults")
@@ -120,21 +118,7 @@ def _show_devices(show: Callable[[str], None]) -> None:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = f", {limit / 2**30:.1f} GiB for jax" if limit else ""
         show(f"{'device':<14} {device.device_kind} ({device.platform} {device.id}{memory})")
-    for file, (accelerator, extra) in ACCELERATORS.items():
-        if Path(file).exists() and all(device.platform == "cpu" for device in devices):
-            hidden = os.environ.get("JAX_PLATFORMS")
-            remedy = f"JAX_PLATFORMS is {hidden!r}" if hidden else f'pip install "jaxft[{extra}]"'
-            show(f"{'not used':<14} {accelerator}, which jax does not see: {remedy}")
     show(f"{'cores':<14} {len(os.sched_getaffinity(0))}")
-
-
-def _show_compile_cache(show: Callable[[str], None]) -> None:
-    """Show where compiled programs are kept for the next run."""
-    name = jax.config.values["jax_compilation_cache_dir"]
-    if not (name and jax.config.values["jax_enable_compilation_cache"]):
-        show(f"{'compile cache':<14} off: every run compiles its programs again")
-        return
-    show(f"{'compile cache':<14} {name}: JAX_COMPILATION_CACHE_DIR moves it")
 
 
 def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:

@@ -7,7 +7,6 @@ import pytest
 
 import jaxft
 from jaxft.cli import main
-from jaxft.harness.doctor import ACCELERATORS
 from jaxft.harness.registry import EvaluatorConfig, WorkflowConfig, register_evaluator, register_workflow
 from jaxft.harness.strict_yaml import dump_yaml
 from jaxft.models.hf import save_model
@@ -331,31 +330,6 @@ def test_doctor_names_every_extra_and_what_does_not_fit(tmp_path, monkeypatch, c
     install("optax", "0.1")
     assert main(["doctor"]) == 1
     assert "optax 0.1, where jaxft needs optax<1,>=" in capsys.readouterr().err
-
-
-def test_doctor_shows_the_compile_cache_and_unused_accelerators(tmp_path, monkeypatch, capsys):
-    if jax.default_backend() != "cpu":
-        pytest.skip("there is an accelerator, and it is used")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").touch()
-    monkeypatch.setitem(ACCELERATORS, str(tmp_path / "file"), ("an NVIDIA GPU", "cuda"))
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    names = ("jax_compilation_cache_dir", "jax_enable_compilation_cache")
-    before = {name: jax.config.values[name] for name in names}
-    jax.config.update("jax_enable_compilation_cache", True)
-    try:
-        jax.config.update("jax_compilation_cache_dir", "gs://b/c")
-        assert main(["doctor"]) == 0
-        shown = capsys.readouterr().out
-        assert "gs://b/c: " in shown and 'an NVIDIA GPU, which jax does not see: pip install "jaxft[cuda]"' in shown
-        jax.config.update("jax_compilation_cache_dir", None)
-        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-        assert main(["doctor"]) == 0
-        shown = capsys.readouterr().out
-        assert "off: every run" in shown and "JAX_PLATFORMS is 'cpu'" in shown and str(tmp_path / "runs") in shown
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 def test_doctor_shows_how_parameters_are_cut(run_file, capsys):
