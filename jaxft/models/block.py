@@ -280,11 +280,12 @@ class Attention(nnx.Module):
         if scores.window is not None and scores.window >= length:
             scores = scores._replace(window=None)
         kernel = kernel_for(q, scores, sharding, has_segments=mask.segment_ids is not None)
+        sinks = None if self.sinks is None else self.sinks[...]
         if kernel != "xla":
             segments = mask.spans if kernel == "cudnn" else mask.segment_ids
-            return row_attention(q, k, v, kernel=kernel, scores=scores, segments=segments, sharding=sharding)
+            given: dict[str, Any] = {"kernel": kernel, "scores": scores, "segments": segments, "sinks": sinks}
+            return row_attention(q, k, v, sharding=sharding, **given)
         seen = HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3))  # [B K h T], [B K T h]
-        sinks = None if self.sinks is None else self.sinks[...]
         if visible is not None:
             attended = attend(q, seen, visible, scores, sinks)
         else:

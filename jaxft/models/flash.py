@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxft.core.sharding import Sharding, compute_devices
 from jaxft.models.attention import Scores
 from jaxft.models.config import DecoderConfig
+from jaxft.models.shared_prefix import IS_KNOWN, sink_attention
 
 try:  # Private, as no public function of JAX gives cuDNN the segments of packed rows.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -69,8 +70,8 @@ def choose_kernel(dtype: Any, head_dim: int, scores: Scores, devices: Sequence[A
 
     cuDNN's limits are those of `jax.nn.dot_product_attention`: NVIDIA's GPUs from Ampere on take heads of up to 128,
     those from Hopper on of up to 256, and packed rows by jax from 0.11.2 on. With jax before that, packed rows without
-    a window go to JAX's Triton kernel, of heads of up to 256. Neither takes a soft cap.
-    Splash attention takes packed rows, windows, soft caps and any head width. All take any scale, none takes sinks.
+    a window go to JAX's Triton kernel, of heads of up to 256. Neither takes a soft cap, nor packed rows with sinks.
+    Splash attention takes packed rows, windows, soft caps, sinks and any head width. All take any scale.
 
     Args:
         dtype: dtype of queries, keys and values.
@@ -84,8 +85,6 @@ def choose_kernel(dtype: Any, head_dim: int, scores: Scores, devices: Sequence[A
     """
     platforms = {device.platform for device in devices}
     dtype = jnp.dtype(dtype)
-    if scores.has_sinks:
-        return Choice("xla", "no kernel takes attention sinks")
     if platforms == {"gpu"}:
         return _choose_for_gpu(dtype, head_dim, scores, min(map(compute_capability, devices)), has_segments)
     if platforms == {"tpu"}:
@@ -102,6 +101,8 @@ def _choose_for_gpu(dtype: Any, head_dim: int, scores: Scores, weakest: tuple[in
         return Choice("xla", f"kernels of GPUs take bfloat16 and float16, not {dtype.name}")
     if scores.soft_cap is not None:
         return Choice("xla", "no kernel of GPUs takes a soft cap of scores")
+    if scores.has_sinks and (has_segments or not IS_KNOWN):
+        return Choice("xla", "no kernel of GPUs takes packed rows with attention sinks")
     is_triton = has_segments and jax.__version_info__ < PACKED_SINCE
     if is_triton and scores.window is not None:
         return Choice("xla", "no kernel of GPUs takes packed rows with a sliding window before jax 0.11.2")
@@ -226,6 +227,7 @@ def row_attention(
     scores: Scores,
     segments: Int[Array, "B T"] | Spans | None = None,
     sharding: Sharding | None = None,
+    sinks: Float[Array, "H"] | None = None,
 ) -> Float[Array, "B Q H h"]:
     """Return causal softmax attention within rows, or of the last tokens of each, by a fused kernel.
 
@@ -241,24 +243,25 @@ def row_attention(
         segments: sequence of each token in packed rows, for cuDNN `find_spans` of them; tokens see their own sequence.
             None where rows hold one sequence: right padding needs no mask, as no real token sees later positions.
         sharding: sharding of the model, or None for one device.
+        sinks: score of nothing in each head.
     """
     missing = k.shape[1] - q.shape[1]
     if missing and kernel != "splash":  # kernels of GPUs take square masks only
         whole = jnp.pad(q, ((0, 0), (missing, 0), (0, 0), (0, 0)))
-        options: dict[str, Any] = {"kernel": kernel, "scores": scores, "segments": segments, "sharding": sharding}
-        return row_attention(whole, k, v, **options)[:, missing:]
+        given: dict[str, Any] = {"kernel": kernel, "scores": scores, "segments": segments, "sinks": sinks}
+        return row_attention(whole, k, v, sharding=sharding, **given)[:, missing:]
     compute = partial(KERNELS[kernel], scores, compute_devices(sharding))
     if sharding is None:
-        return compute(segments, q, k, v)
+        return compute(segments, sinks, q, k, v)
     # Query heads divide where key/value heads do; both are cut alike, so that groups stay together.
     spec = sharding.cut(k.shape, sharding.row_axes, None, "tensor").spec
     return jax.shard_map(
         compute,
         mesh=sharding.mesh,
-        in_specs=(PartitionSpec(spec[0]), spec, spec, spec),
+        in_specs=(PartitionSpec(spec[0]), PartitionSpec(spec[2]), spec, spec, spec),
         out_specs=spec,
         check_vma=False,
-    )(segments, q, k, v)
+    )(segments, sinks, q, k, v)
 
 
 def is_interpreted(devices: Sequence[Any]) -> bool:
@@ -266,9 +269,13 @@ def is_interpreted(devices: Sequence[Any]) -> bool:
     return all(device.platform == "cpu" for device in devices)
 
 
-def _cudnn(scores: Scores, devices: Sequence[Any], spans: Spans | None, q: Array, k: Array, v: Array) -> Array:
+def _cudnn(
+    scores: Scores, devices: Sequence[Any], spans: Spans | None, sinks: Array | None, q: Array, k: Array, v: Array
+) -> Array:
     length = q.shape[1]
     q, k, v = (_pad_tokens(x, length % 2) for x in (q, k, v))  # an odd length with a window is refused
+    if sinks is not None:
+        return sink_attention(scores, sinks, q, k, v)[:, :length]
     mask = None
     if spans is not None:
         if not is_interpreted(devices):
@@ -345,7 +352,9 @@ def triton_tiles(head_dim: int, devices: Sequence[Any]) -> Tiles:
     return WIDE_AMPERE_TILES if is_wide else AMPERE_TILES
 
 
-def _pallas(scores: Scores, devices: Sequence[Any], segment_ids: Array, q: Array, k: Array, v: Array) -> Array:
+def _pallas(
+    scores: Scores, devices: Sequence[Any], segment_ids: Array, sinks: None, q: Array, k: Array, v: Array
+) -> Array:
     # Importing Pallas takes half a second, which users of CPUs are spared.
     from jax.experimental.pallas.ops.gpu import attention as triton
 
@@ -390,7 +399,9 @@ SAVED = "attention"
 """Name of splash attention's output and normalisers, the residuals of its backward pass."""
 
 
-def _splash(scores: Scores, devices: Sequence[Any], segment_ids: Array | None, q: Array, k: Array, v: Array) -> Array:
+def _splash(
+    scores: Scores, devices: Sequence[Any], segment_ids: Array | None, sinks: Array | None, q: Array, k: Array, v: Array
+) -> Array:
     # Imported here for the reason of `_pallas`.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -422,7 +433,8 @@ def _splash(scores: Scores, devices: Sequence[Any], segment_ids: Array | None, q
     if segment_ids is not None:
         asking = _pad_tokens(segment_ids[:, -queries:], added_q)
         ids = splash.SegmentIds(asking, _pad_tokens(segment_ids, added))
-    mixed = jax.vmap(kernel)(_pad_tokens(q, added_q).swapaxes(1, 2), k, v, ids)
+    by_row = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
+    mixed = by_row(_pad_tokens(q, added_q).swapaxes(1, 2), k, v, ids, sinks)
     return mixed.swapaxes(1, 2)[:, :queries]
 
 

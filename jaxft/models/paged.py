@@ -112,10 +112,10 @@ def write_and_attend(
         rows: where the tokens stand. Several tokens of a row begin at the first place of a page.
         scores: scale, window and soft cap.
         sharding: sharding of the model, or None for one device.
-        sinks: score of nothing in each head, which the reference alone takes.
+        sinks: score of nothing in each head.
     """
     axis, kernel = page_axis(sharding), choose_paged_kernel(pages.keys.dtype, compute_devices(sharding))
-    compute = partial(_write_and_attend, scores, axis, kernel if sinks is None else "reference")
+    compute = partial(_write_and_attend, scores, axis, kernel)
     if sharding is None:
         return compute(q, k, v, pages, rows, sinks)
     rows_over = sharding.row_axes
@@ -148,7 +148,7 @@ def _write_and_attend(
 
     if kernel == "triton" and q.shape[1] == 1:
         attended, *written = paged_kernels.write_and_attend_gpu(
-            q, k, v, *pages[:2], *rows[:3], rows.shared, scores=scores
+            q, k, v, *pages[:2], *rows[:3], rows.shared, sinks, scores=scores
         )
         return attended, LayerPages(*written)
     if axis == 1 and (added := pages.keys.shape[-1] - k.shape[-1]):
@@ -157,7 +157,7 @@ def _write_and_attend(
     if kernel == "reference":
         return attend_reference(q, pages, rows, scores, axis, sinks), pages
     attend = paged_kernels.attend_gpu if kernel == "triton" else paged_kernels_tpu.attend_tpu
-    return attend(q, pages.keys, pages.values, *rows[:3], scores=scores), pages
+    return attend(q, pages.keys, pages.values, *rows[:3], sinks, scores=scores), pages
 
 
 def write_token(pages: LayerPages, k: Array, v: Array, rows: PagedRows, axis: int) -> LayerPages:

@@ -52,6 +52,7 @@ def attend_gpu(
     tables: Int[Array, "R C"],
     starts: Int[Array, "R"],
     counts: Int[Array, "R"],
+    sinks: Float[Array, "H"] | None = None,
     *,
     scores: Scores,
     interpret: bool = False,
@@ -69,6 +70,7 @@ def attend_gpu(
         tables: numbers of each row's pages, in order of positions.
         starts: position of each row's first query.
         counts: real queries of each row; outputs of others are finite. A row of 0 reads no page and gives exactly 0.
+        sinks: score of nothing in each head.
         scores: scale, window and soft cap.
         interpret: True to run the kernel's operations on any device, to show its values.
 
@@ -76,7 +78,7 @@ def attend_gpu(
         ValueError: `T` is no power of two, or `H` no multiple of `K`.
     """
     return _call_gpu_kernel(
-        q, q.shape[2], (keys, values), (tables, starts, counts), scores, interpret, is_written=False
+        q, q.shape[2], (keys, values), (tables, starts, counts), sinks, scores, interpret, is_written=False
     )[0]
 
 
@@ -90,6 +92,7 @@ def write_and_attend_gpu(
     starts: Int[Array, "R"],
     counts: Int[Array, "R"],
     shared: SharedPages | None = None,
+    sinks: Float[Array, "H"] | None = None,
     *,
     scores: Scores,
     interpret: bool = False,
@@ -106,7 +109,7 @@ def write_and_attend_gpu(
     if shared is not None and scores.window is None and q.dtype != jnp.float32:
         begun = (shared.own, *_attend_to_shared(joined, heads, keys, values, tables, shared, scores, interpret))
     mixed, keys, values = _call_gpu_kernel(
-        joined, heads, (keys, values), (tables, starts, counts, *begun), scores, interpret, is_written=True
+        joined, heads, (keys, values), (tables, starts, counts, *begun), sinks, scores, interpret, is_written=True
     )
     return mixed, keys, values
 
@@ -171,6 +174,7 @@ def _call_gpu_kernel(
     heads: int,
     pool: tuple[Array, Array],
     where: tuple[Array, ...],
+    sinks: Array | None,
     scores: Scores,
     interpret: bool,
     *,
@@ -202,7 +206,7 @@ def _call_gpu_kernel(
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=3),
         interpret=interpret,
         name="paged_attention",
-    )(q.reshape(rows, -1, head_dim), *pool, *where)
+    )(q.reshape(rows, -1, head_dim), *pool, *where, *([] if sinks is None else [sinks]))
     return [mixed.reshape(rows, length, heads, head_dim), *written]
 
 
@@ -220,10 +224,10 @@ def _gpu_kernel(
     width: int,
     scores: Scores,
 ) -> None:
-    # First column, largest score, mass and mixed values of each row, or nothing; the result [R TH h]; the pool, to
-    # write the key and value that follow the queries of a row, or nothing.
-    *begun_refs, out_ref = refs[: 5 if len(refs) > 3 else 1]
-    written_refs = refs[len(begun_refs) + 1 :]
+    # First column, largest score, mass and mixed values of each row, or nothing; sinks [H], or nothing; the result
+    # [R TH h]; the pool, to write the key and value that follow the queries of a row, or nothing.
+    begun_refs, refs = (refs[:4], refs[4:]) if len(refs) > 4 else ((), refs)
+    sinks_refs, (out_ref, *written_refs) = (refs[:1], refs[1:]) if scores.has_sinks else ((), refs)
     row, kv_head, offset = pl.program_id(0), pl.program_id(1), pl.program_id(2) * block
     (kv_heads, _, page_size, _), head_dim = keys_ref.shape, q_ref.shape[2]
     start, count = starts_ref[row], counts_ref[row]
@@ -269,7 +273,10 @@ def _gpu_kernel(
             largest, weight, correction = reweigh(score, largest)
             carry = largest, mass * correction + weight, mixed * correction + weight * v
         span = span._replace(end=jnp.where(count > 0, pl.cdiv(start, page_size), 0), latest=start - 1)
-    _, mass, mixed = jax.lax.fori_loop(span.first, span.end, attend_to_page, carry)
+    largest, mass, mixed = jax.lax.fori_loop(span.first, span.end, attend_to_page, carry)
+    for ref in sinks_refs:
+        head = kv_head * groups + jax.lax.rem(member, groups)
+        mass += jnp.exp(plgpu.load(ref.at[head]).astype(jnp.float32)[:, None] - largest)
     plgpu.store(out_ref.at[q_at], normalize(mass, mixed).astype(out_ref.dtype), mask=is_member)
 
 

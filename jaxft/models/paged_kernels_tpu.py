@@ -98,6 +98,7 @@ def attend_tpu(
     tables: Int[Array, "R C"],
     starts: Int[Array, "R"],
     counts: Int[Array, "R"],
+    sinks: Float[Array, "H"] | None = None,
     *,
     scores: Scores,
     interpret: bool = False,
@@ -124,7 +125,9 @@ def attend_tpu(
     # Queries of a head stand together in the tile, so that its rows' positions are remainders of a power of two.
     cut = q.reshape(rows, length // block, block, kv_heads, groups, head_dim).transpose(0, 1, 3, 4, 2, 5)
     cut = jnp.pad(cut.reshape(-1, kv_heads, block * groups, head_dim), [(0, 0)] * 3 + [(0, width - head_dim)])
-    mixed = _call_tpu_kernel(cut, keys, values, plan, step_pages, block, scores, interpret)
+    if sinks is not None:
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(kv_heads, groups), block, axis=1)[..., None]
+    mixed = _call_tpu_kernel(cut, keys, values, sinks, plan, step_pages, block, scores, interpret)
     mixed = mixed[..., :head_dim].reshape(rows, length // block, kv_heads, groups, block, head_dim)
     mixed = mixed.transpose(0, 1, 4, 2, 3, 5).reshape(q.shape)
     # Blocks without a step are not written.
@@ -136,6 +139,7 @@ def _call_tpu_kernel(
     cut: Array,
     keys: Array,
     values: Array,
+    sinks: Array | None,
     plan: tuple[Steps, Array],
     step_pages: int,
     block: int,
@@ -162,27 +166,30 @@ def _call_tpu_kernel(
         # Else XLA moves a small pool into the chip and back in every step.
         keys, values = (pltpu.with_memory_space_constraint(pool, pltpu.HBM) for pool in (keys, values))
     shapes = (kv_heads, tile, 1), (kv_heads, tile, 1), (kv_heads, tile, width)
+    given = [] if sinks is None else [sinks]
+    whole = [pl.BlockSpec(each.shape, lambda *_: (0, 0, 0)) for each in given]
     mixed: Array = pl.pallas_call(
         partial(_tpu_kernel, treedef, step_pages=step_pages, block=block, scores=scores),
         out_shape=jax.ShapeDtypeStruct(cut.shape, cut.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(jnp.maximum(number, 1),),
-            in_specs=[in_block, *in_pool, *in_pool],
+            in_specs=[in_block, *in_pool, *in_pool, *whole],
             out_specs=in_block,
             scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in shapes],
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",
-    )(*scalars, cut, *[keys] * step_pages, *[values] * step_pages)
+    )(*scalars, cut, *[keys] * step_pages, *[values] * step_pages, *given)
     return mixed
 
 
 def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scores: Scores) -> None:
     scalars, refs = refs[: treedef.num_leaves], refs[treedef.num_leaves :]
     q_ref, keys_refs, values_refs = refs[0], refs[1 : 1 + step_pages], refs[1 + step_pages : 1 + 2 * step_pages]
-    out_ref, *state = refs[1 + 2 * step_pages :]
+    *sinks_refs, out_ref, largest_ref, mass_ref, mixed_ref = refs[1 + 2 * step_pages :]
+    state = largest_ref, mass_ref, mixed_ref
     kv_heads, tile, width = q_ref.shape
     page_size = keys_refs[0].shape[1]
     steps: Steps = jax.tree.unflatten(treedef, scalars)
@@ -197,7 +204,6 @@ def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scores: S
 
     @pl.when(column < span.end)
     def _attend() -> None:
-        largest_ref, mass_ref, mixed_ref = state
         k, v = (jnp.concatenate([ref[...] for ref in refs], axis=1) for refs in (keys_refs, values_refs))  # [K nP h]
         shape = kv_heads, tile, step_pages * page_size
         scored = scores.of(multiply(q_ref[...], k, ((2,), (2,)), ((0,), (0,))))  # [K tile nP]
@@ -215,4 +221,7 @@ def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scores: S
 
     @pl.when(column + step_pages >= span.end)
     def _finish() -> None:
-        out_ref[...] = normalize(state[1][...], state[2][...]).astype(out_ref.dtype)
+        mass = mass_ref[...]
+        for ref in sinks_refs:
+            mass += jnp.exp(ref[...] - largest_ref[...])
+        out_ref[...] = normalize(mass, mixed_ref[...]).astype(out_ref.dtype)

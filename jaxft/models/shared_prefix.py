@@ -1,4 +1,6 @@
-"""Attention of rows whose sequences share a prefix: the keys of the prefix are computed once, and seen by each branch.
+"""Attention that is joined by log-sum-exp: of rows whose sequences share a prefix, and with sinks.
+
+The keys of a prefix are computed once, and seen by each branch.
 
 Rows are laid out by `Branches`. A branch attends to a row of its own, the prefix and itself. That is one call of any
 attention that takes fewer queries than keys. cuDNN takes none with a causal mask: there, the softmax over both parts is
@@ -18,7 +20,6 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxft.core.packing import Branches
 from jaxft.core.sharding import Sharding
 from jaxft.models.attention import Scores
-from jaxft.models.flash import Kernel
 
 try:  # Private, as no public function of JAX differentiates with another log-sum-exp than that of its own call.
     from jax._src.cudnn.fused_attention_stablehlo import (
@@ -49,9 +50,9 @@ def branch_rows(x: Shaped[Array, "B T *N"], branches: Branches) -> Shaped[Array,
     return x[:, branches.prefix_tokens :].reshape(len(x) * branches.count, -1, *x.shape[2:])
 
 
-def takes_prefix(choice: Kernel, scores: Scores) -> bool:
+def takes_prefix(choice: str, scores: Scores) -> bool:
     """Return True if attention to a prefix and a branch is joined, for the kernel of rows of one sequence."""
-    return choice == "cudnn" and IS_KNOWN and scores.window is None
+    return choice == "cudnn" and IS_KNOWN and scores.window is None and not scores.has_sinks
 
 
 def prefix_attention(
@@ -151,6 +152,37 @@ def _backward(scale: float, branches: Branches, saved: Any, gradient: Array) -> 
 
 joined_attention.defvjp(_forward, _backward)
 
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def sink_attention(
+    scores: Scores,
+    sinks: Float[Array, "H"],
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B T K h"],
+    v: Float[Array, "B T K h"],
+) -> Float[Array, "B T H h"]:
+    """Return causal softmax attention with a score of nothing in each head, by cuDNN."""
+    return _sink_forward(scores, sinks, q, k, v)[0]
+
+
+def _sink_forward(scores: Scores, sinks: Array, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    own = _kernel_forward(scores.scale, q, k, v, None, scores.window)
+    log_sums = jnp.logaddexp(own.log_sums, sinks[:, None])  # [B H T]
+    weights = jnp.exp(own.log_sums - log_sums).swapaxes(1, 2)[..., None]
+    mixed = (own.mixed.astype(jnp.float32) * weights).astype(q.dtype)
+    return mixed, (sinks, q, k, v, Part(mixed, log_sums))
+
+
+def _sink_backward(scores: Scores, saved: Any, gradient: Array) -> tuple[Array, Array, Array, Array]:
+    sinks, q, k, v, joined = saved
+    of_kernel = _kernel_backward(scores.scale, q, k, v, None, joined, gradient, scores.window)
+    products = (gradient.astype(jnp.float32) * joined.mixed).sum(axis=-1).swapaxes(1, 2)  # [B H T]
+    d_sinks = -(jnp.exp(sinks[:, None] - joined.log_sums) * products).sum(axis=(0, 2))
+    return d_sinks.astype(sinks.dtype), *of_kernel
+
+
+sink_attention.defvjp(_sink_forward, _sink_backward)
+
 Call = tuple[Array, Array, Array, Array | None]
 """Queries, keys, values, and the number of keys that all queries of a row see; None for a causal mask."""
 
@@ -169,7 +201,7 @@ def _rolled(x: Shaped[Array, "B P *N"], lengths: Int[Array, "B"]) -> Shaped[Arra
     return jnp.take_along_axis(x, places[:, :, None, None], axis=1, mode="promise_in_bounds")
 
 
-def _kernel_arguments(q: Array, k: Array, lengths: Array | None) -> tuple[list[Array], dict[str, Any]]:
+def _kernel_arguments(q: Array, lengths: Array | None, window: int | None) -> tuple[list[Array], dict[str, Any]]:
     """Return what cuDNN's primitives take behind queries, keys and values, by position and by name."""
     nothing, is_causal = jnp.zeros(0, q.dtype), lengths is None
     counts = [nothing, nothing] if lengths is None else [jnp.full(len(q), q.shape[1], jnp.int32), lengths]
@@ -177,18 +209,27 @@ def _kernel_arguments(q: Array, k: Array, lengths: Array | None) -> tuple[list[A
     options = {"seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False), "mask_type": mask}
     layout = AttentionLayout.BTNH.value
     given = [nothing, *counts, *[nothing] * 4]  # no bias, offsets or pages
-    return given, {**options, "layout": layout, "sliding_window_length": None}
+    return given, {**options, "layout": layout, "sliding_window_length": window}
 
 
-def _kernel_forward(scale: float, q: Array, k: Array, v: Array, lengths: Array | None) -> Part:
-    given, options = _kernel_arguments(q, k, lengths)
+def _kernel_forward(
+    scale: float, q: Array, k: Array, v: Array, lengths: Array | None, window: int | None = None
+) -> Part:
+    given, options = _kernel_arguments(q, lengths, window)
     return Part(*_dot_product_attention_fwd_p_wrapper.bind(q, k, v, *given, scale=scale, is_training=True, **options))
 
 
 def _kernel_backward(
-    scale: float, q: Array, k: Array, v: Array, lengths: Array | None, result: Part, gradient: Array
+    scale: float,
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array | None,
+    result: Part,
+    gradient: Array,
+    window: int | None = None,
 ) -> tuple[Array, Array, Array]:
-    given, options = _kernel_arguments(q, k, lengths)
+    given, options = _kernel_arguments(q, lengths, window)
     bind = _dot_product_attention_bwd_p_wrapper.bind
     dq, dk, dv = bind(q, k, v, *given, result.log_sums, result.mixed, gradient, scale=scale, **options)
     return dq, dk, dv

@@ -55,7 +55,8 @@ B200 = Device("gpu", "NVIDIA B200", "10.0")
 T4, MI300 = Device("gpu", "Tesla T4", "7.5"), Device("gpu", "AMD Instinct MI300X", "gfx942")
 V5E = Device("tpu", "TPU v5 lite")
 PLAIN, WINDOW, CAPPED = Scores(0.25), Scores(0.25, window=30), Scores(0.4, soft_cap=2.0)
-"""The scale of heads of 16, within a window, and scores of another scale that a cap of 2 changes."""
+SINKS = WINDOW._replace(has_sinks=True)
+"""The scale of heads of 16, within a window, scores of another scale that a cap of 2 changes, and sinks."""
 
 
 BEFORE, SINCE = (0, 11, 1), (0, 11, 2)
@@ -70,6 +71,8 @@ BEFORE, SINCE = (0, 11, 1), (0, 11, 2)
         (jnp.bfloat16, 96, PLAIN, [A100], "cudnn", "pallas"),
         (jnp.bfloat16, 64, WINDOW, [H100], "cudnn", "xla"),
         (jnp.bfloat16, 64, CAPPED, [H100], "xla", "xla"),
+        (jnp.bfloat16, 64, SINKS, [H100], "cudnn", "xla"),
+        (jnp.bfloat16, 64, SINKS, [V5E], "splash", "splash"),
         (jnp.float16, 256, PLAIN, [H100], "cudnn", "pallas"),
         (jnp.bfloat16, 128, PLAIN, [A100, A100], "cudnn", "pallas"),
         (jnp.bfloat16, 256, PLAIN, [A100], "xla", "pallas"),

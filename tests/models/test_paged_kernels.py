@@ -52,8 +52,14 @@ def draw(length, groups, dtype, kv_heads=2, head_dim=64, seed=0):
     return [x.astype(jnp.dtype(dtype)) for x in (q, keys, values)] + [tables, starts, counts]
 
 
+def sinks_of(scores, heads):
+    """A score of nothing for each head, if there are such, from far below the scores of keys to far above."""
+    return np.linspace(-9, 9, heads, dtype=np.float32) if scores.has_sinks else None
+
+
 def attend_in_float64(q, keys, values, tables, starts, counts, scores):
     """Attention query by query; NaN for queries that a row does not have."""
+    sinks = sinks_of(scores, q.shape[2])
     q, keys, values = (np.asarray(x, np.float64) for x in (q, keys, values))
     heads, kv_heads, head_dim = q.shape[2], keys.shape[0], q.shape[3]
     mixed = np.full(q.shape, np.nan)
@@ -66,7 +72,8 @@ def attend_in_float64(q, keys, values, tables, starts, counts, scores):
             if scores.soft_cap is not None:
                 scored = scores.soft_cap * np.tanh(scored / scores.soft_cap)
             weights = np.exp(scored - scored.max())
-            mixed[row, t, head] = weights @ v[seen] / weights.sum()
+            nothing = 0 if sinks is None else np.exp(sinks[head] - scored.max())
+            mixed[row, t, head] = weights @ v[seen] / (weights.sum() + nothing)
     return mixed
 
 
@@ -80,7 +87,7 @@ CASES = [
     (16, 8, 2, Scores(64**-0.5), "float32", 64),
     (16, 2, 4, Scores(128**-0.5, 20), "bfloat16", 128),
     (16, 8, 1, Scores(64**-0.5, 70), "float32", 64),
-    (16, 1, 5, Scores(0.1, 20, 2.0), "float32", 256),
+    (16, 1, 5, Scores(0.1, 20, 2.0, True), "float32", 256),
 ]
 
 
@@ -100,7 +107,7 @@ ONE_QUERY = CASES[2]
 )
 def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, groups, scores, dtype, head_dim):
     arguments = draw(length, groups, dtype, kv_heads, head_dim)
-    mixed = np.asarray(KERNELS[name](*arguments, scores=scores), np.float32)
+    mixed = np.asarray(KERNELS[name](*arguments, sinks_of(scores, kv_heads * groups), scores=scores), np.float32)
     wanted = attend_in_float64(*arguments, scores)
     is_real = ~np.isnan(wanted)
     np.testing.assert_allclose(mixed[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON[dtype])
@@ -109,7 +116,7 @@ def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, grou
 
 
 @pytest.mark.parametrize(("kv_heads", "groups", "scores", "dtype", "head_dim"), [
-    (2, 2, Scores(64**-0.5), "bfloat16", 64), (1, 3, Scores(0.2, 70, 2.0), "float32", 96),
+    (2, 2, Scores(64**-0.5), "bfloat16", 64), (1, 3, Scores(0.2, 70, 2.0, True), "float32", 96),
     pytest.param(2, 1, Scores(64**-0.5, 1), "float32", 64, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, scores, dtype, head_dim):
@@ -125,7 +132,8 @@ def test_the_gpu_kernel_writes_the_key_that_it_attends_to(kv_heads, groups, scor
     for x, pool, without in zip((k, v), (keys, values), unwritten, strict=True):
         x[real, 0] = pool[at].swapaxes(0, 1)
         without[at] = np.nan
-    mixed, *written = write_and_attend_in_one(q, k, v, *unwritten, tables, starts, counts, scores=scores)
+    sinks = sinks_of(scores, kv_heads * groups)
+    mixed, *written = write_and_attend_in_one(q, k, v, *unwritten, tables, starts, counts, sinks=sinks, scores=scores)
     wanted = attend_in_float64(q, keys, values, tables, starts, counts, scores)
     mixed = np.asarray(mixed, np.float32)
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=0, atol=4 * EPSILON[dtype])
@@ -173,7 +181,7 @@ def draw_shared(groups, dtype, seed, kv_heads=2, head_dim=64, rows=32, columns=6
 
 
 @pytest.mark.parametrize(("groups", "scores", "head_dim", "seed"), [
-    (2, Scores(64**-0.5), 64, 0), (5, Scores(0.2, None, 2.0), 80, 1),
+    (2, Scores(64**-0.5), 64, 0), (5, Scores(0.2, None, 2.0, True), 80, 1),
     pytest.param(8, Scores(128**-0.5), 128, 2, marks=pytest.mark.slow),
     pytest.param(16, Scores(64**-0.5), 64, 3, marks=pytest.mark.slow),
     pytest.param(2, Scores(64**-0.5, 70), 64, 4, marks=pytest.mark.slow),
@@ -184,7 +192,8 @@ def test_shared_pages_are_attended_to_once_for_all_rows(groups, scores, head_dim
     shared = find_shared_pages(tables, starts // PAGE)
     sizes = sorted((shared.rows < len(q)).sum(axis=1)[shared.columns > 0].tolist())
     assert sizes == [2, 3, 7, 16] and (shared.own > 0).sum() == sum(sizes)
-    mixed, *written = write_and_attend_in_one(q, k, v, *unwritten, tables, starts, counts, scores=scores, shared=shared)
+    given = {"scores": scores, "shared": shared, "sinks": sinks_of(scores, 2 * groups)}
+    mixed, *written = write_and_attend_in_one(q, k, v, *unwritten, tables, starts, counts, **given)
     wanted = attend_in_float64(q, *pool, tables, starts, counts, scores)
     mixed, real = np.asarray(mixed, np.float32), np.flatnonzero(counts)
     np.testing.assert_allclose(mixed[real], wanted[real], rtol=0, atol=4 * EPSILON["bfloat16"])

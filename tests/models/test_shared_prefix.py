@@ -12,35 +12,37 @@ import pytest
 
 import jaxft.models.segment_probe as probe_module
 import jaxft.models.shared_prefix as prefix_module
-from jaxft.models.attention import Scores
+from jaxft.models.attention import HeadRows, Scores, attend, visible_keys
 from jaxft.models.config import PRESETS
-from jaxft.models.flash import Choice
+from jaxft.models.flash import Choice, row_attention
 from jaxft.models.segment_probe import can_share_prefixes, prefix_leak
 from jaxft.models.shared_prefix import Part, takes_prefix
 
 SMALL = PRESETS["qwen3-50k"]
 
 
-def probabilities(scale, q, k, lengths, log_sums=None):
+def probabilities(scale, q, k, lengths, window, log_sums=None):
     """Probabilities `[B K G T S]` by a given log-sum-exp of each query, and that of these scores."""
     grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = scale * jnp.einsum("btkgh,bskh->bkgts", grouped, k)
     keys, queries = jnp.arange(k.shape[1]), jnp.arange(q.shape[1])
-    is_seen = (keys <= queries[:, None])[None] if lengths is None else (keys < lengths[:, None])[:, None]
+    distance = queries[:, None] - keys
+    is_causal = (distance >= 0) & (distance < (window or len(keys)))
+    is_seen = is_causal[None] if lengths is None else (keys < lengths[:, None])[:, None]
     scores = jnp.where(is_seen[:, None, None], scores, -jnp.inf)
     if log_sums is None:
         log_sums = jax.nn.logsumexp(scores, axis=-1).reshape(len(q), q.shape[2], -1)
     return jnp.exp(scores - log_sums.reshape(scores.shape[:-1])[..., None]), log_sums
 
 
-def forward(scale, q, k, v, lengths):
-    weights, log_sums = probabilities(scale, q, k, lengths)
+def forward(scale, q, k, v, lengths, window=None):
+    weights, log_sums = probabilities(scale, q, k, lengths, window)
     return Part(jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape), log_sums)
 
 
-def backward(scale, q, k, v, lengths, result, gradient):
+def backward(scale, q, k, v, lengths, result, gradient, window=None):
     """The backward pass of FlashAttention-2 (arXiv 2307.08691, section 3.1.2), from a result and its log-sum-exp."""
-    weights, _ = probabilities(scale, q, k, lengths, result.log_sums)
+    weights, _ = probabilities(scale, q, k, lengths, window, result.log_sums)
     grouped = (*q.shape[:2], k.shape[2], -1, q.shape[3])
     d_out, out, q = (x.reshape(grouped) for x in (gradient, result.mixed, q))
     d_weights = jnp.einsum("btkgh,bskh->bkgts", d_out, v)
@@ -75,6 +77,30 @@ def test_a_device_that_computes_something_else_shares_no_prefix(by_formula, monk
 def test_windows_are_not_joined():
     assert takes_prefix("cudnn", Scores(1.0)) and not takes_prefix("cudnn", Scores(1.0, window=9))
     assert not takes_prefix("splash", Scores(1.0)) and not takes_prefix("xla", Scores(1.0))
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "splash"])
+def test_sinks_are_joined_to_the_softmax_of_a_kernel(by_formula, kernel):
+    """Values and gradients are those of the reference, for cuDNN by its formula, for splash interpreted."""
+    rng, scores = np.random.default_rng(0), Scores(0.25, 30, None, True)
+    q, k, v, gradient = (rng.normal(size=(2, 149, heads, 16)).astype(np.float32) for heads in (4, 2, 2, 4))
+    sinks, places = np.array([-9, 0, 1, 9], np.float32), jnp.arange(149)
+    visible = visible_keys(places[None], places, 30)
+
+    def reference(sinks, q, k, v):
+        return attend(q, HeadRows(k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)), visible, scores, sinks)
+
+    def joined(sinks, q, k, v):
+        return row_attention(q, k, v, kernel=kernel, scores=scores, sinks=sinks)
+
+    @partial(jax.jit, static_argnums=0)
+    def with_gradients(attention, *arrays):
+        mixed, pull = jax.vjp(attention, *arrays)
+        return mixed, *pull(gradient)
+
+    expected, found = (with_gradients(each, sinks, q, k, v) for each in (reference, joined))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
