@@ -126,21 +126,6 @@ def of_tokens_alone(token_rewards):
     return token_rewards
 
 
-def too_few(rewards):
-    """One advantage for all."""
-    return rewards[:1]
-
-
-def texts(rewards):
-    """Texts in the place of advantages."""
-    return ["much"] * len(rewards)
-
-
-def infinite(rewards):
-    """Advantages that are not finite."""
-    return rewards / 0.0
-
-
 def sign_descent(learning_rate, strength=1.0):
     """Steps along the sign of the gradient."""
     return optax.chain(optax.scale_by_sign(), optax.scale(strength), optax.scale_by_learning_rate(learning_rate))

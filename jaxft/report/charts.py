@@ -20,8 +20,6 @@ Value = float | None
 NUM_COLORS = 8
 SMALL = (420, 220)
 WIDE = (1180, 320)
-MAX_POINTS = 400
-"""Largest number of points that a line is drawn with; a longer line keeps the extremes of each stretch."""
 MAX_COLUMNS = 120
 """Largest number of columns that can be pointed at."""
 SHADES = 9
@@ -138,7 +136,7 @@ def line_chart(
     paths = [(_band_path(frame, band), f"area {band.classes}") for band in reversed(bands)]
     paths += [(_line_path(frame, line), line.classes) for line in reversed(lines) if line.style != "dots"]
     dotted = [line for line in reversed(lines) if line.style == "dots"]
-    dots = [(x, y, line.classes) for line in dotted for x, y in _points(line) if is_finite(y)]
+    dots = [(x, y, line.classes) for line in dotted for x, y in zip(line.xs, line.ys, strict=True) if is_finite(y)]
     named = [each for each in series if each.name]
     keys = [(each.name, f"{'band ' * isinstance(each, Band)}{each.classes}") for each in named]
     summary = f"{caption}: " + "; ".join(_summary(line) for line in lines if line.name)
@@ -162,24 +160,6 @@ def bucket(value: float, value_range: tuple[float, float]) -> int:
 def is_finite(value: object) -> TypeGuard[float]:
     """Return True for a number that can be drawn."""
     return isinstance(value, int | float) and math.isfinite(value)
-
-
-def thinned(ys: Sequence[Value], count: int) -> list[int]:
-    """Return the indices of at most `count` values: the lowest and the highest of each stretch, the first and the last.
-
-    >>> thinned([0, 5, 1, 1, -3, 2, 2, 2], 6)
-    [0, 1, 4, 7]
-    """
-    if len(ys) <= count:
-        return list(range(len(ys)))
-    kept = {0, len(ys) - 1}
-    stretches = max((count - 2) // 2, 1)
-    for stretch in range(stretches):
-        inner = range(len(ys) * stretch // stretches, len(ys) * (stretch + 1) // stretches)
-        finite = [(y, index) for index in inner if is_finite(y := ys[index])]
-        # A stretch without any value keeps its gap.
-        kept |= {min(finite)[1], max(finite)[1]} if finite else {inner[0]}
-    return sorted(kept)
 
 
 def round_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -212,13 +192,9 @@ def _summary(line: Line) -> str:
     return f"{line.name} {ends}, between {number(min(finite))} and {number(max(finite))}"
 
 
-def _points(line: Line) -> list[tuple[float, Value]]:
-    return [(line.xs[index], line.ys[index]) for index in thinned(line.ys, MAX_POINTS)]
-
-
 def _line_path(frame: _Frame, line: Line) -> str:
     path = ""
-    for has_values, stretch in groupby(_points(line), lambda point: is_finite(point[1])):
+    for has_values, stretch in groupby(zip(line.xs, line.ys, strict=True), lambda point: is_finite(point[1])):
         if has_values:
             at = [(frame.x(x), frame.y(y)) for x, y in stretch if y is not None]
             path += f"M{at[0][0]:.1f} {at[0][1]:.1f}"
@@ -235,10 +211,7 @@ def _band_path(frame: _Frame, band: Band) -> str:
     points = zip(band.xs, band.lows, band.highs, strict=True)
     for has_values, stretch in groupby(points, lambda point: is_finite(point[1]) and is_finite(point[2])):
         if has_values:
-            whole = [(frame.x(x), frame.y(low or 0.0), frame.y(high or 0.0)) for x, low, high in stretch]
-            step = -(-len(whole) // MAX_POINTS)
-            parts = [whole[at : at + step] for at in range(0, len(whole), step)]
-            edge = [(part[0][0], max(low for _, low, _ in part), min(high for _, _, high in part)) for part in parts]
+            edge = [(frame.x(x), frame.y(low or 0.0), frame.y(high or 0.0)) for x, low, high in stretch]
             if len(edge) == 1:  # a band over one epoch is drawn as a bar
                 (x, low_y, high_y), half = edge[0], 3.0
                 edge = [(x - half, low_y, high_y), (x + half, low_y, high_y)]

@@ -5,8 +5,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from jaxft.report.charts import MAX_POINTS, WIDE, Band, Line, Value, is_finite, line_chart
-from jaxft.report.pages import byte_count, number
+from jaxft.report.charts import WIDE, Band, Line, Value, is_finite, line_chart
+from jaxft.report.pages import number
 from jaxft.runs import NAMED_REWARD, Row, RunRecords
 
 IMPORTANT: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -119,9 +119,7 @@ def curves(run: RunRecords) -> dict[str, Any] | None:
     shown |= {name for row in run.timings for name in row}
     varying = [name for name in names if name not in shown and _varies(rows, name)]
     constant = [name for name in names if name not in (*shown, *varying)]
-    lead = f"Lines of more than {MAX_POINTS} epochs are drawn with the lowest and the highest value of each stretch."
     return {
-        "lead": lead if len(rows) > MAX_POINTS else None,
         "rewards": reward_chart(run),
         "important": important,
         "others": [line_chart(name, _lines(rows, [name])) for name in varying],
@@ -213,5 +211,5 @@ def _memory(rows: Sequence[Row]) -> Iterator[Markup]:
         sizes: list[Value] = [value / 2**30 if is_finite(value := row.get(name)) else None for row in rows]
         words = name.removesuffix("_bytes").replace("_", " ")
         lines.append(Line(words, [row["epoch"] for row in rows], sizes, len(lines)))
-    tops = [f"{line.name}: {byte_count(max(filter(is_finite, line.ys)) * 2**30)}" for line in lines]
+    tops = [f"{line.name}: {number(max(filter(is_finite, line.ys)))} GiB" for line in lines]
     yield line_chart("Memory, GiB", lines, note="; ".join(tops))

@@ -62,7 +62,7 @@ def overview(run: RunRecords) -> dict[str, Any]:
         "tiles": list(_tiles(run, finetuning.get("num_epochs"))),
         "results": [(name.replace("_", " "), number(value), "result") for name, value in numbers.items()],
         "identity": {name: value for name, value in identity.items() if value not in (None, "")},
-        "command": _command(environment.get("command") or ()),
+        "command": " ".join(environment.get("command") or ()),
         "resume_command": None if run.state == "ended" else environment.get("resume_command"),
     }
 
@@ -99,14 +99,6 @@ def _tiles(run: RunRecords, planned: Any) -> Iterator[tuple[str, str, str]]:
 def find_component(config: Row, kind: str, name: str) -> Row:
     """Return the component of a kind that the section `finetuning` names."""
     return (config.get(kind) or {}).get((config.get("finetuning") or {}).get(name)) or {}
-
-
-def _command(arguments: Sequence[str]) -> str:
-    """Return a command line with an option on each line."""
-    text = ""
-    for argument in arguments:
-        text += (" \\\n    " if argument.startswith("-") and text else " " if text else "") + argument
-    return text
 
 
 def _value(value: Any) -> str:

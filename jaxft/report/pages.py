@@ -128,17 +128,6 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours < 24 else f"{hours // 24} d {hours % 24} h"
 
 
-def byte_count(count: float) -> str:
-    """Return a number of bytes as people read it.
-
-    >>> [byte_count(count) for count in (900, 1_500_000, 80 * 2**30)]
-    ['900 B', '1.43 MiB', '80 GiB']
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = 0 if count < 1 else min(int(math.log(count, 1024)), len(units) - 1)
-    return f"{count / 1024**power:.3g} {units[power]}"
-
-
 def shortened(words: str, length: int) -> str:
     """Return a text of at most `length` characters, its middle left out if it is longer.
 

@@ -3,12 +3,11 @@
 `find_episodes` keeps the place of each, `spread` chooses among them, and `read_episodes` reads the chosen lines.
 """
 
-import contextlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from jaxft.runs import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE, Row, episode_key, unreadable
 
@@ -98,22 +97,20 @@ def read_episodes(places: Iterable[EpisodePlace]) -> Iterator[Row]:
     Raises:
         RunDirectoryError: a line cannot be read, or is another by now; the message names file and line.
     """
-    with contextlib.ExitStack() as streams:
-        opened: dict[Path, BinaryIO] = {}
+    for place in places:
+        row, scores = _read(place.file, place.span, place.line), Row()
+        if place.scores is not None:
+            scores = _read(place.file.with_name(_SCORES_NAME), place.scores)
+        yield {"token_texts": None, **row, **{name: scores.get(name) for name in ("advantages", "entropies")}}
 
-        def read(file: Path, span: Span, line: int | None = None) -> Row:
-            try:
-                if file not in opened:
-                    opened[file] = streams.enter_context(file.open("rb"))
-                opened[file].seek(span[0])
-                return _parse_line(file, line, opened[file].read(span[1]))
-            except OSError as error:
-                raise unreadable(file, error) from error
 
-        for place in places:
-            row = read(place.file, place.span, place.line)
-            scores = {} if place.scores is None else read(place.file.with_name(_SCORES_NAME), place.scores)
-            yield {"token_texts": None, **row, **{name: scores.get(name) for name in ("advantages", "entropies")}}
+def _read(file: Path, span: Span, line: int | None = None) -> Row:
+    try:
+        with file.open("rb") as stream:
+            stream.seek(span[0])
+            return _parse_line(file, line, stream.read(span[1]))
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def questions(places: Sequence[EpisodePlace], examples: Iterable[str]) -> dict[str, str]:

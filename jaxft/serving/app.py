@@ -26,7 +26,6 @@ from jaxft.serving.messages_api import COUNT_TOKENS, MESSAGES, CountTokensReques
 from jaxft.serving.responses_api import RESPONSES
 from jaxft.serving.schemas import Dialect, as_refusal, read_request
 from jaxft.serving.wire import (
-    MAX_BODY_BYTES,
     SERVED,
     APIError,
     EventWriter,
@@ -46,14 +45,6 @@ DIALECTS = (CHAT_COMPLETIONS, COMPLETIONS, MESSAGES, RESPONSES)
 POSTS = (*(dialect.path for dialect in DIALECTS), COUNT_TOKENS)
 """Paths that take requests; the others are `GET /v1/models`, one model below it, and `GET /health`."""
 
-OTHER_PATHS = {
-    "/v1/embeddings": "the policy makes no embeddings: give the agent an embedding model of another provider",
-    "/v1/messages/batches": "there are no batches: send the messages at once, without waiting for one another",
-    "/v1/v1": "anthropic's client adds /v1 to its base URL: give it the address without /v1",
-    "/v1/responses": "responses are not stored: send the whole input with each request",
-}
-"""Advice in the error for other paths of these APIs, and those below them."""
-
 
 def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
     """Return the app that serves these language models, by their names.
@@ -63,7 +54,7 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
 
     def answers(dialect: Dialect) -> Route:
         async def answer(request: Request) -> Response:
-            asked: Any = read_request(dialect.request, parse_body(await _body(request)))
+            asked: Any = read_request(dialect.request, parse_body(await request.body()))
             wanted = asked.to_request()
             llm = _find(llms, asked.model)
             if asked.stream:
@@ -79,7 +70,7 @@ def make_app(llms: Mapping[str, LanguageModel]) -> ASGIApp:
         return Route(dialect.path, _answering(answer, dialect), methods=["POST"])
 
     async def count_tokens(request: Request) -> Response:
-        asked = read_request(CountTokensRequest, parse_body(await _body(request)))
+        asked = read_request(CountTokensRequest, parse_body(await request.body()))
         return _json({"input_tokens": await _find(llms, asked.model).count_tokens(asked.to_request())})
 
     async def models(request: Request) -> Response:
@@ -210,10 +201,8 @@ def _refuse(error: Exception, dialect: Dialect) -> APIError:
 async def _no_such_path(request: Request, error: Exception) -> Response:  # else Starlette calls it in a thread
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
-    known = (told for other, told in OTHER_PATHS.items() if path == other or path.startswith(f"{other}/"))
     posts = ", ".join(f"POST {each}" for each in POSTS)
-    served = f"{request.method} {path[:100]}: served are {posts}, GET /v1/models and GET /health"
-    told = next(known, served) if error.status_code == 404 else served
+    told = f"{request.method} {path[:100]}: served are {posts}, GET /v1/models and GET /health"
     refused = APIError(told, status=error.status_code, code="not_found")
     return error_response(refused, path, error.headers)
 
@@ -228,15 +217,6 @@ def _find(llms: Mapping[str, LanguageModel], name: str) -> LanguageModel:
 def _card(llm: LanguageModel) -> dict[str, Any]:
     length = llm.max_context_tokens
     return {"id": llm.name, "object": "model", "created": 0, "owned_by": "jaxft", "max_model_len": length}
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise APIError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413, code="body_too_large")
-    return bytes(body)
 
 
 async def _while_connected(request: Request, answering: Coroutine[Any, Any, T]) -> T:

@@ -15,9 +15,6 @@ from pydantic_core import from_json
 
 from jaxft import Delta, Reply
 
-MAX_BODY_BYTES = 2**24
-"""Largest body of a request."""
-
 METRICS = "/metrics"
 """Path of a server's metrics."""
 

@@ -1,11 +1,10 @@
 """Checks of losses, estimators and optimizers of one's own, before a run samples anything.
 
 `check_signatures` traces on shapes and touches no device, so that a configuration can be checked without one;
-`check_values` computes a loss and advantages on a few numbers.
+`check_values` computes a loss on a few numbers.
 """
 
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from jaxft.core.types import Denominators
 from jaxft.errors import one_line
 from jaxft.harness.functions import Function, check_options
 from jaxft.harness.supervision import innermost_user_frame
-from jaxft.training.config import LOSS_KEYWORDS, LossConfig, reads
+from jaxft.training.config import LOSS_KEYWORDS, LossConfig
 from jaxft.training.optimizer_config import SETTINGS, OptimizerConfig
 from jaxft.training.update import make_optimizer, make_policy_loss, make_schedule
 
@@ -28,6 +27,10 @@ TAKEN_METRICS = (
 )
 TAKEN_PREFIXES = ("reward", "sampler_", "correction_", "seconds", "stale", "unscorable")
 """Names of metrics, and their beginnings, that a job or an epoch has of itself."""
+
+ESTIMATOR_KEYWORDS = ("rewards", "group_ids", "named_rewards", "lengths", "step_rewards", "trajectories", "gamma")
+TOKEN_KEYWORDS = ("token_rewards", "completion_mask")
+"""Keywords that an estimator of one's own may take; the second, if it has a parameter `completion_mask`."""
 
 ROWS, TOKENS = 2, 4
 """Shape of the tables on which functions are tried."""
@@ -40,7 +43,7 @@ def check_signatures(loss: LossConfig, optimizer: OptimizerConfig) -> list[Fault
     """Return what is wrong with functions of one's own, as far as parameters and, if all have theirs, shapes tell."""
     functions: Sequence[tuple[str, Any, Mapping[str, Any], Sequence[str]]] = (
         ("loss.function", loss.function, loss.options, (*_tables(loss), *LOSS_KEYWORDS)),
-        ("loss.advantages", loss.estimator, {}, tuple(_estimator_tables(loss))),
+        ("loss.advantages", loss.estimator, {}, ESTIMATOR_KEYWORDS + TOKEN_KEYWORDS * loss.is_per_token),
         ("optimizer.schedule", optimizer.schedule, optimizer.schedule_options, ("learning_rate",)),
         ("optimizer.function", optimizer.function, optimizer.options, (*SETTINGS, "mask")),
     )
@@ -51,10 +54,8 @@ def check_signatures(loss: LossConfig, optimizer: OptimizerConfig) -> list[Fault
 
 
 def check_values(loss: LossConfig) -> list[Fault]:
-    """Return what is wrong with the values of a loss or an estimator of one's own, on two short rows."""
-    return _faults(
-        {"loss.function": partial(_check_loss_values, loss), "loss.advantages": partial(_check_advantages, loss)}
-    )
+    """Return what is wrong with the values of a loss of one's own, on two short rows."""
+    return _faults({"loss.function": partial(_check_loss_values, loss)})
 
 
 def _faults(checks: Mapping[str, Callable[[], None]]) -> list[Fault]:
@@ -118,39 +119,6 @@ def _check_loss_values(config: LossConfig) -> None:
             raise ValueError(f"{function.place} has a {what} on two rows of log-probabilities{way_out}")
         if not gradient.any():
             raise ValueError(f"{function.place} has no gradient in logprobs, so that nothing would be learned")
-
-
-def _check_advantages(config: LossConfig) -> None:
-    """Raise a ValueError unless an estimator gives finite advantages of the shape that it should."""
-    function = config.estimator
-    if isinstance(function, str):
-        return
-    tables = _estimator_tables(config)
-    found = _call(function, lambda: np.asarray(function.call(**function.select_keywords(tables)), np.float64))
-    rewards, steps, mask = tables["rewards"], tables["step_rewards"], tables.get("completion_mask")
-    wanted = np.shape(mask if mask is not None else rewards if steps is None else steps)
-    if found.shape != wanted:
-        raise ValueError(f"{function.place} returned advantages of shape {found.shape}; wanted {wanted}")
-    judged = found[~np.isnan(rewards)] if mask is None else found[mask]
-    if not np.isfinite(judged).all():
-        raise ValueError(f"{function.place} returned {judged[~np.isfinite(judged)][0]} for a trajectory with a reward")
-
-
-def _estimator_tables(config: LossConfig) -> dict[str, Any]:
-    """Return tables to try an estimator on: four trajectories of two groups, the last of which nobody scored."""
-    job_rewards = np.array([1.0, 0.0, 0.5, np.nan])
-    mask = np.arange(3) < np.array([[3], [2], [3], [1]])
-    steps = np.stack([job_rewards, np.zeros(4)], axis=1) if reads(config.estimator, "step_rewards") else None
-    return {
-        "rewards": job_rewards,
-        "group_ids": np.array([0, 0, 1, 1]),
-        "named_rewards": defaultdict(lambda: job_rewards, reward=job_rewards),  # no names are known yet
-        "lengths": mask.sum(axis=1),
-        "step_rewards": steps,
-        "trajectories": np.arange(4),
-        "gamma": config.gamma,
-        **({"token_rewards": np.where(mask, 1.0, 0.0), "completion_mask": mask} if config.is_per_token else {}),
-    }
 
 
 def _tables(config: LossConfig, is_packed: bool = False, padding: float = -np.inf) -> dict[str, Any]:

@@ -52,12 +52,8 @@ def test_a_loss_that_cannot_be_used_is_refused_on_shapes(loss, message):
         ({"function": "unmasked"}, "has a gradient that is not finite on two rows of log-probabilities whose padding"),
         ({"function": "undefined"}, "has a loss of nan on two rows of log-probabilities"),
         ({"function": "detached"}, "has no gradient in logprobs"),
-        ({"advantages": "too_few"}, "returned advantages of shape (1,); wanted (4,)"),
-        ({"advantages": "texts"}, "raised ValueError: could not convert string to float"),
-        ({"advantages": "infinite"}, "for a trajectory with a reward"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*encountered in divide")
 def test_values_that_train_nothing_are_refused(loss, message):
     named = {name: OWN + value for name, value in loss.items()}
     assert faults(named) == {}
@@ -99,7 +95,7 @@ def test_an_estimator_of_ones_own_equals_the_shipped_one(make_group, estimator, 
     own, theirs = (found(groups, advantages=each, **fields) for each in (estimator, shipped))
     for one, other in zip(own.advantages, theirs.advantages, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-    assert not check_values(LossConfig(advantages=estimator))
+    assert not faults({"advantages": estimator})
 
 
 def test_an_estimator_gets_named_rewards_lengths_and_steps(make_group):
@@ -119,7 +115,7 @@ def test_an_estimator_of_steps_gets_a_table_with_outcomes_at_step_0(make_group):
 
 
 def test_an_estimator_may_take_any_keyword(make_group):
-    assert not check_values(LossConfig(advantages=OWN + "any_keyword"))
+    assert not faults({"advantages": OWN + "any_keyword"})
     assert [set(each) for each in found([make_group(1.0, 3.0)], advantages=OWN + "any_keyword").advantages] == [
         {-1},
         {1},
