@@ -26,12 +26,10 @@ from trl.experimental.sdpo import loss_utils as sdpo
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
 from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
-from verl.workers.config import ActorConfig, PolicyLossConfig
+from verl.workers.config import ActorConfig
 
 FOLDER = Path(__file__).parents[1] / "tests" / "data" / "oracles"
 VERL_NAMES = {"dppo_tv": "dppo_tv", "dppo_kl": "dppo_kl", "sapo": "sapo", "gmpo": "geo_mean"}
-SELECTING = ("clip_cov", "kl_cov")
-"""Losses that treat some tokens in another way; verl calls them so, too."""
 CLIPS = {"dppo_tv": (0.2, 0.15), "dppo_kl": (0.05, 0.03), "sapo": (0.2, 0.2), "gmpo": (0.4, 0.3)}
 SEED = 17
 
@@ -107,56 +105,6 @@ def loss_cases(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 case = {"batch": index, "name": name, "by": by, "beta": beta, "clips": CLIPS[name]}
                 cases.append(case | {"loss": loss.item(), "grad": given.logprobs.grad.tolist()})
     return cases
-
-
-def by_covariance(
-    name: str, batch: dict[str, Any], fraction: float, coef: float = 0.1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return loss, gradient, and gradient by weights of tokens, which is the loss of each, of verl's covariance losses.
-
-    Which tokens verl draws is decided by torch's seed.
-    """
-    torch.manual_seed(SEED)
-    given = tensors(batch)
-    weights = torch.ones_like(given.logprobs).requires_grad_()
-    options = PolicyLossConfig(loss_mode=name, clip_cov_ratio=fraction, kl_cov_ratio=fraction, ppo_kl_coef=coef)
-    config = ActorConfig(
-        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=0.2, clip_ratio_high=0.3,
-        policy_loss=options,
-    )  # fmt: skip
-    advantages = given.advantages[:, None].repeat(1, given.logprobs.shape[1])
-    arrays = given.old_logprobs, given.logprobs, advantages, given.completion_mask
-    loss = core_algos.get_policy_loss_fn(name)(
-        *arrays, loss_agg_mode="token-mean", config=config, rollout_is_weights=weights
-    )[0]
-    loss.backward()
-    return loss, given.logprobs.grad, weights.grad
-
-
-def selected_by_verl(name: str, batch: dict[str, Any], fraction: float) -> list[list[int]]:
-    """Return 1 for the tokens that verl selects: their loss is 0, or changes with the coefficient of their KL."""
-    _, _, losses = by_covariance(name, batch, fraction)
-    chosen = losses == 0 if name == "clip_cov" else losses != by_covariance(name, batch, fraction, coef=0.2)[2]
-    return (chosen & (torch.tensor(batch["completion_mask"]) > 0)).int().tolist()
-
-
-def covariance_cases(batches: list[dict[str, Any]], first: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return values and gradients of the covariance losses on batches that are numbered from `first`, and selections.
-
-    `clip_cov` selects under the policy of the job, where no ratio is clipped; `kl_cov` shows its choice elsewhere only.
-    """
-    cases, selections = [], []
-    for index, batch in enumerate(batches, first):
-        for name in SELECTING:
-            loss, grad, _ = by_covariance(name, batch, 0.15)
-            batch[f"selected_{name}"] = selected_by_verl(name, batch, 0.15)
-            case = {"batch": index, "name": name, "by": "verl", "beta": 0.0, "clips": (0.2, 0.3)}
-            cases.append(case | {"loss": loss.item(), "grad": grad.tolist()})
-            at_first = batch | ({"old_logprobs": batch["logprobs"]} if name == "clip_cov" else {})
-            for fraction in (1e-3, 0.1, 0.25, 1.0)[: 4 if name == "clip_cov" else 3]:
-                chosen = selected_by_verl(name, at_first, fraction)
-                selections.append({"batch": index, "name": name, "fraction": fraction, "selected": chosen})
-    return cases, selections
 
 
 def echo_case(draw: np.random.Generator, prime_rl: Path) -> dict[str, Any]:
@@ -251,9 +199,6 @@ def main() -> None:
     batches = [make_batch(draw, scale) for scale in (0.3, 1.0)]
     losses = source | {"batches": batches, "cases": loss_cases(batches)}
     cases = source | {"cases": [advantage_case(draw, prime_rl) for _ in range(2)]}
-    more = [make_batch(draw, scale) | {"advantages": draw.normal(size=6).tolist()} for scale in (0.3, 1.0)]
-    of_covariance, losses["selections"] = covariance_cases(more, len(batches))
-    losses |= {"batches": batches + more, "cases": losses["cases"] + of_covariance}
     losses["echo"] = echo_case(draw, prime_rl)
     (FOLDER / "policy_losses_2026.json").write_text(json.dumps(losses) + "\n")
     cases["optimal_token"] = optimal_token_case(draw)

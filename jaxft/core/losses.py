@@ -42,8 +42,6 @@ PRESETS: Mapping[str, Preset] = {
     "dppo_tv": Preset("mask_tv", "token_mean", 0.2, 0.2),  # arXiv 2602.04879; clips of probabilities
     "dppo_kl": Preset("mask_kl", "token_mean", 0.05, 0.05),  # the same; clips of a divergence in nats
     "sapo": Preset("gate", "seq_mean_token_mean", 0.0, 0.0),  # arXiv 2511.20347
-    "clip_cov": Preset("clip_selected", "token_mean", 0.2, 0.2),  # arXiv 2505.22617
-    "kl_cov": Preset("hold_selected", "token_mean", 0.0, 0.0),  # the same
     "gmpo": Preset("geometric", "seq_mean_token_mean", 0.4, 0.4, "sequence"),  # arXiv 2507.20673; clips of log-ratios
 }
 
@@ -67,14 +65,12 @@ def policy_loss(
     policy_weights: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
-    selected: Bool[Array, "B T"] | None = None,
-    cov_kl_coef: float = 0.1,
     denominators: Denominators | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Return the policy loss of a batch and its metrics.
 
     The loss is averaged over the trajectories' token means (grpo, gspo, sapo, gmpo), over all trained tokens (dapo,
-    cispo, ppo, reinforce, dppo, clip_cov, kl_cov), or over trajectories times `max_completion_tokens` (dr_grpo);
+    cispo, ppo, reinforce, dppo), or over trajectories times `max_completion_tokens` (dr_grpo);
     trajectories without a trained token are in no denominator.
 
     Args:
@@ -98,9 +94,6 @@ def policy_loss(
         segment_ids: packed sequence that a token belongs to; `advantages` are then per token.
         trajectory_tokens: number of trained tokens of the token's whole trajectory, so that a trajectory of several
             rows counts once. Ratios stay those of rows. None: every row is a trajectory.
-        selected: tokens of large covariance (`select_tokens`), which clip_cov and kl_cov need: the first leaves them
-            out of the sum, the second adds a penalty.
-        cov_kl_coef: weight of that penalty, `|log r|`.
         denominators: counts of the whole batch, when these rows are a microbatch of it.
 
     Returns:
@@ -133,11 +126,10 @@ def policy_loss(
         "policy_weights": policy_weights,
         "segment_ids": segment_ids,
         "trajectory_tokens": trajectory_tokens,
-        "selected": selected,
     }
     advantages, tables = as_array("advantages", advantages), {name: as_array(name, x) for name, x in given.items()}
     logprobs, old_logprobs, completion_mask, *others = tables.values()
-    ref_logprobs, policy_weights, segment_ids, trajectory_tokens, selected = others
+    ref_logprobs, policy_weights, segment_ids, trajectory_tokens = others
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
     _check_inputs(tables, advantages, beta)
 
@@ -159,7 +151,7 @@ def policy_loss(
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
 
     shared = ratio, log_ratio, logprobs, old_logprobs, per_token_advantages, mask
-    inputs = SurrogateInputs(*shared, clip_low, clip_high, delta, selected, cov_kl_coef)
+    inputs = SurrogateInputs(*shared, clip_low, clip_high, delta)
     surrogate = SURROGATES[preset.surrogate]
     policy_term = surrogate.loss(inputs)
     if policy_weights is not None:
@@ -269,9 +261,7 @@ def _check_inputs(tables: Mapping[str, Any], advantages: Array, beta: Bound) -> 
             f"beta is {beta}, but ref_logprobs is None; give the reference's log-probabilities or set beta to 0"
         )
     check_shapes("B T", **tables)
-    for name in ("completion_mask", "selected"):
-        if tables[name] is not None:
-            check_mask(name, tables[name])
+    check_mask("completion_mask", tables["completion_mask"])
     shape, is_packed = tables["logprobs"].shape, tables["segment_ids"] is not None
     if advantages.shape != shape and (is_packed or advantages.shape != shape[:1]):
         wanted = shape if is_packed else f"{shape[:1]} or {shape}"

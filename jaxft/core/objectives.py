@@ -67,7 +67,7 @@ class PolicyLoss(Protocol):
         ...
 
 
-EXTRA_TABLES = ("selected", "clip_low", "clip_high", "beta")
+EXTRA_TABLES = ("clip_low", "clip_high", "beta")
 """Fields of a batch that a loss gets only if they are there."""
 
 PPO_LOSS: PolicyLoss = partial(policy_loss, loss="ppo")

@@ -172,7 +172,6 @@ class Batch(NamedTuple):
     `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
     that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
     `observation_mask` is True for tokens of the results of tools, none of which the policy chose.
-    `selected` is True for the tokens that clip_cov and kl_cov treat in another way (`select_tokens`).
     `clip_low`, `clip_high` and `beta` are options of the loss by token, in the place of those that are bound to it.
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     With `branches` the sequences of a row share their first tokens, which are in the row once.
@@ -197,7 +196,6 @@ class Batch(NamedTuple):
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
     trajectory_tokens: Float[Array, "B T"] | None = None
-    selected: Bool[Array, "B T"] | None = None
     observation_mask: Bool[Array, "B T"] | None = None
     clip_low: Float[Array, "B T"] | None = None
     clip_high: Float[Array, "B T"] | None = None

@@ -5,7 +5,6 @@ tables its advantage. Letters: `N` sequences, `B` rows of a table, `T` tokens of
 """
 
 import math
-import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from jaxft.core.advantages import (
     weighted_sum,
     whiten,
 )
-from jaxft.core.surrogates import select_tokens, token_covariances
 from jaxft.errors import TrajectoryError
 from jaxft.harness.curriculum import GroupReward
 from jaxft.harness.data_models import Trajectory, TrajectoryCollection
@@ -318,27 +316,6 @@ def _within_tasks(tasks: Sequence[str | None], estimate: Callable[..., Any], *ta
     for task in dict.fromkeys(of_rows):
         found[of_rows == task] = estimate(*(table[of_rows == task] for table in tables))
     return found
-
-
-def with_selected(job: TrainingBatch, loss: LossConfig, seed: str) -> tuple[TrainingBatch, dict[str, float]]:
-    """Select the tokens that `clip_cov` and `kl_cov` treat in another way, once for all updates of a job.
-
-    Covariances are those under `old_logprobs`, or under the sampler where the first update is the only one.
-
-    Args:
-        job: the job, with advantages.
-        loss: sets the kind and the fraction.
-        seed: decides what `clip_cov` draws.
-    """
-    batch, mask = job.batch, job.per_token(job.batch.completion_mask)
-    scores = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
-    logprobs, advantages = (job.per_token(x, dtype=np.float64)[mask] for x in (scores, batch.advantages))
-    covariances = token_covariances(logprobs, advantages)
-    chosen = select_tokens(covariances, loss=loss.name, fraction=loss.cov_fraction, draw=random.Random(seed))
-    selected: Any = np.zeros(job.turns.shape, bool)
-    selected[tuple(index[mask] for index in job.tokens)] = chosen
-    metrics = {"selected_tokens": int(chosen.sum()), "covariance_mean": float(covariances.mean())}
-    return job._replace(batch=batch._replace(selected=selected)), metrics
 
 
 def _add_distillation(

@@ -563,7 +563,6 @@ def empty_batch(
         positions=whole if packed else None,
         segment_ids=whole if packed else None,
         trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
-        selected=whole.astype(np.bool_) if loss.selects_tokens else None,
         observation_mask=whole.astype(np.bool_) if loss.observation_coef else None,
         experts=experts,
         **dict.fromkeys(loss.task_tables, floats),

@@ -13,7 +13,7 @@ AdvantageName = Literal[
 ]
 LossName = Literal[
     "grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "gmpo",
-    "clip_cov", "kl_cov", "dpo", "sft", "function",
+    "dpo", "sft", "function",
 ]  # fmt: skip
 CorrectionName = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask", "ratio", "none"
@@ -22,7 +22,7 @@ CorrectionName = Literal[
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
 """Fields that dpo and sft read."""
 
-NOT_READ = {"cispo": ("clip_low",), **dict.fromkeys(("reinforce", "sapo", "kl_cov"), ("clip_low", "clip_high"))}
+NOT_READ = {"cispo": ("clip_low",), **dict.fromkeys(("reinforce", "sapo"), ("clip_low", "clip_high"))}
 """Fields that single policy losses do not read, by loss; those of the value function are read by ppo only."""
 
 TRAJECTORY_MEANS = ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo", "sapo", "gmpo")
@@ -251,15 +251,6 @@ class LossConfig(ConfigModel):
     delta: float | None = Field(
         default=None, gt=1.0, description="Dual clip: a token with advantage A < 0 loses at most -delta * A; null: any."
     )
-    cov_fraction: float = Field(
-        default=2e-4,
-        gt=0.0,
-        le=1.0,
-        description="Fraction of a job's tokens, at least one, that clip_cov and kl_cov select by their covariance.",
-    )
-    cov_kl_coef: float = Field(
-        default=0.1, ge=0.0, allow_inf_nan=False, description="Weight of kl_cov's KL on the selected tokens."
-    )
     beta: float | None = Field(
         default=None,
         ge=0.0,
@@ -358,11 +349,6 @@ class LossConfig(ConfigModel):
     def is_policy_loss(self) -> bool:
         """True if rewards become advantages; dpo learns from pairs and sft from examples."""
         return self.name not in OTHER_LOSSES
-
-    @property
-    def selects_tokens(self) -> bool:
-        """True if the loss treats tokens of large covariance in another way."""
-        return self.name in ("clip_cov", "kl_cov")
 
     @property
     def has_ratio(self) -> bool:
@@ -488,8 +474,6 @@ class LossConfig(ConfigModel):
             own -= {name for name in LOSS_KEYWORDS if not self.function.takes(name)} - elsewhere
         if self.is_policy_loss and self.name != "ppo":
             own -= {"gae_lambda", "bootstrap", "value_coef", "value_clip"}
-        own -= {"cov_kl_coef"} if self.name != "kl_cov" else set()
-        own -= {"cov_fraction"} if not self.selects_tokens else set()
         if self.name == "ppo":
             own -= {"distillation"}
         if not self.needs_reference:

@@ -25,7 +25,7 @@ from jaxft.models.layer_stack import Remat
 from jaxft.models.segment_probe import can_share_prefixes, check_segments
 from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights
-from jaxft.training.advantages import compute_advantages, with_selected
+from jaxft.training.advantages import compute_advantages
 from jaxft.training.batch import (
     BatchPlanner,
     CollectedRewards,
@@ -199,12 +199,6 @@ class Learner:
         check_balancing(model, loss, has_replay=self._routing is not None)
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
-        self._divides_by_sampler = loss.correction is not None and loss.correction.name == "ratio"
-        if loss.name == "kl_cov" and not (self._has_several_updates or self._divides_by_sampler):
-            raise ValueError(
-                "loss 'kl_cov' makes one update of each job, where its penalty has no gradient: set num_minibatches or "
-                "num_iterations above 1, or take 'clip_cov'"
-            )
         reads_scores = in_reward or loss.estimator in ("gae", "optimal_token")
         self._needs_old = loss.is_policy_loss and (self._has_several_updates or reads_scores)
         self.opt_state: Any = None
@@ -273,17 +267,10 @@ class Learner:
             job = with_scores(job, loss, *scorers)
         if has_observations:
             metrics["observation_tokens"] = job.counts()["observations"]
-        if loss.selects_tokens:
-            job, of_selection = with_selected(job, loss, f"selected {self._seed} {self.jobs}")
-            metrics |= of_selection
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"
         minibatches = divide(job, planner, self._num_minibatches, self._num_iterations, seed)
-        if loss.name == "kl_cov" and not self._divides_by_sampler:
-            # The first update's ratios are 1 up to rounding, which would set the sign of the penalty's gradient.
-            nothing: Any = np.zeros(minibatches[0].turns.shape, np.bool_)
-            minibatches[0] = minibatches[0]._replace(batch=minibatches[0].batch._replace(selected=nothing))
 
         state, rate = self._train_state(params), float(self._rate_at(self.step))
         history: list[dict[str, Any]] = []

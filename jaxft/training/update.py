@@ -91,9 +91,9 @@ def make_policy_loss(config: LossConfig) -> PolicyLoss:
     keywords |= {"beta": config.kl_weight, "kl": config.kl} if has_kl else {"beta": 0.0, "kl": "k3_ratio"}
     row = jax.ShapeDtypeStruct((1, 2), jnp.float32)
     if config.function is None:
-        loss: Any = partial(policy_loss, loss=config.name, cov_kl_coef=config.cov_kl_coef, **keywords)
+        loss: Any = partial(policy_loss, loss=config.name, **keywords)
         # Impossible options are refused here, before anything has been sampled.
-        jax.eval_shape(lambda x: loss(x, None, x, x > 0, ref_logprobs=x, selected=x > 0), row)
+        jax.eval_shape(lambda x: loss(x, None, x, x > 0, ref_logprobs=x), row)
         return loss
     if not has_kl:
         del keywords["kl"], keywords["beta"]

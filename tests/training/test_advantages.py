@@ -7,7 +7,7 @@ from jaxft.core.advantages import group_advantages, leave_one_out_advantages
 from jaxft.core.packing import pack, unpack
 from jaxft.errors import TrajectoryError
 from jaxft.harness.data_models import Trajectory
-from jaxft.training.advantages import collect_rewards, compute_advantages, with_selected
+from jaxft.training.advantages import collect_rewards, compute_advantages
 from jaxft.training.batch import BatchPlanner, Row, make_batch
 from jaxft.training.config import LossConfig
 
@@ -295,27 +295,3 @@ def test_every_layout_gives_the_same_bits(make_sequence, knobs):
         assert (first is None) == (second is None)
         for one, other in zip(first or (), second or (), strict=True):
             np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
-def test_every_layout_and_only_the_seed_decides_what_is_selected(make_sequence, name):
-    draw, loss = np.random.default_rng(6), LossConfig(name=name, cov_fraction=0.2)
-    lists = [dict(make_sequence(place)) for place in range(8)]
-    longer = [{key: values * 3 for key, values in each.items() if isinstance(values, list)} for each in lists]
-    rows = [Row(make_sequence(**each), place) for place, each in enumerate(longer)]
-    scores = {each: 2 * draw.normal(size=(8, 18)) - 3 for each in ("old_logprobs", "advantages")}
-
-    def select(packed, seed):
-        job = make_batch(rows, BatchPlanner(64, packed))
-        tables = {each: pack(job.packing, values, np.float32) for each, values in scores.items()}
-        job, metrics = with_selected(job._replace(batch=job.batch._replace(**tables)), loss, seed)
-        assert not (job.batch.selected & ~job.batch.completion_mask).any()
-        return np.concatenate(unpack(job.packing, job.batch.selected)), metrics
-
-    (padded, metrics), (packed, same) = select(False, "a"), select(True, "a")
-    np.testing.assert_array_equal(padded, packed)
-    trained = np.concatenate([row.sequence.completion_mask for row in rows])
-    assert metrics == same and metrics["selected_tokens"] == padded.sum() == int(0.2 * trained.sum())
-    parts = np.cov(*(np.float32(scores[each]).ravel()[trained] for each in scores), ddof=0)
-    assert metrics["covariance_mean"] == pytest.approx(parts[0, 1])
-    assert (select(False, "b")[0] == padded).all() == (name == "kl_cov")

@@ -155,27 +155,6 @@ def test_several_updates_divide_by_the_policy_before_the_first(job, start, plain
     assert single["log_ratio_abs_max"] == 0.0 and difference(params, once) > 0
 
 
-def test_selected_tokens_go_with_their_rows_into_minibatches(job, start):
-    knobs = {"name": "kl_cov", "cov_fraction": 0.5, "cov_kl_coef": 1e4, "observation_coef": 0.1}
-    _, _, (metrics,) = learn(job, start, knobs, num_minibatches=2, packing=False)
-    assert metrics["selected_tokens"] > 0 and metrics["applied_updates"] == 2.0
-    assert metrics["loss"] > 10  # the penalty of the second update
-    # The first update is without it: ratios are 1 up to rounding, which would set the sign of its gradient.
-    learner, selected = Learner(MODEL, LossConfig(**knobs), SGD, num_minibatches=2, microbatch_tokens=128), []
-    update = learner._update
-
-    def spied(state, parts, pause):
-        selected.append(any(part.selected.any() for part in parts))
-        return update(state, parts, pause)
-
-    learner._update = spied
-    learner.learn(*job(learner.loss), on_device(start))
-    assert selected == [False, True]
-    assert metrics["observation_tokens"] == metrics["observation_loss"] == 0  # no tool was called
-    with pytest.raises(ValueError, match="'kl_cov' makes one update of each job"):
-        learn(job, start, knobs | {"correction": {"name": "token_mask"}})
-
-
 def test_a_job_makes_an_update_for_each_minibatch(job, start):
     _, _, (metrics,) = learn(job, start, {"name": "dapo"}, num_minibatches=2, packing=False)
     assert (metrics["updates"], metrics["applied_updates"]) == (2, 2.0)
@@ -411,7 +390,7 @@ def test_results_of_tools_are_learned_without_any_reward(start, make_sequence):
     "loss",
     [
         {"name": "ppo"},
-        {"name": "clip_cov", "observation_coef": 0.1, "advantages": "optimal_token"},
+        {"name": "dapo", "observation_coef": 0.1, "advantages": "optimal_token"},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
         pytest.param(
