@@ -25,7 +25,6 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.experimental.sdpo import loss_utils as sdpo
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo import core_algos
-from verl.utils.torch_functional import calculate_sum_pi_squared_from_logits
 from verl.workers.config import ActorConfig
 
 FOLDER = Path(__file__).parents[1] / "tests" / "data" / "oracles"
@@ -158,24 +157,6 @@ def advantage_case(draw: np.random.Generator, prime_rl: Path) -> dict[str, Any]:
     return {"rewards": rewards.tolist(), "group_ids": group_ids.tolist(), "expected": expected}
 
 
-def optimal_token_case(draw: np.random.Generator) -> dict[str, Any]:
-    """Return returns, scores and groups of rows, and their advantages by verl's function for episodes of several turns.
-
-    Groups have three rows, whose returns differ.
-    """
-    mask = draw.random((9, 7)) < 0.7
-    mask[:, 0], mask[0], mask[1, 1:] = True, True, False
-    logits = torch.tensor(draw.normal(size=(9, 7, 5)))
-    tokens, group_ids = torch.tensor(draw.integers(5, size=(9, 7, 1))), np.repeat([4, 1, 2], 3)[draw.permutation(9)]
-    logprobs = logits.log_softmax(-1).gather(-1, tokens)[..., 0]
-    squares, rewards = calculate_sum_pi_squared_from_logits(logits), torch.tensor(draw.normal(size=(9, 7)) * mask)
-    given = rewards, torch.tensor(mask, dtype=torch.float64), group_ids, logprobs, squares
-    advantages, returns = core_algos.compute_multi_turn_optimal_token_baseline_advantage(*given)
-    tables = {"returns": returns, "logprobs": logprobs, "sum_pi_squared": squares, "advantages": advantages}
-    made = {name: table.tolist() for name, table in tables.items()}
-    return made | {"completion_mask": mask.tolist(), "group_ids": group_ids.tolist()}
-
-
 def self_distillation(draw: np.random.Generator) -> dict[str, Any]:
     """Return the losses of SDPO by TRL: divergences of logits `[6 11]` by `alpha`, and that of sampled tokens."""
     student, teacher = (torch.tensor(3 * draw.normal(size=(6, 11)), requires_grad=True) for _ in range(2))
@@ -201,7 +182,6 @@ def main() -> None:
     cases = source | {"cases": [advantage_case(draw, prime_rl) for _ in range(2)]}
     losses["echo"] = echo_case(draw, prime_rl)
     (FOLDER / "policy_losses_2026.json").write_text(json.dumps(losses) + "\n")
-    cases["optimal_token"] = optimal_token_case(draw)
     (FOLDER / "advantages_2026.json").write_text(json.dumps(cases) + "\n")
     taught = source | self_distillation(np.random.default_rng(SEED))
     (FOLDER / "self_distillation.json").write_text(json.dumps(taught) + "\n")

@@ -433,7 +433,6 @@ def score_batch(
     entropy_gradient: bool = False,
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
-    with_sum_pi_squared: bool = False,
 ) -> Scored:
     """Return log-probabilities and entropies of a batch's trained tokens, at the temperatures they were sampled with.
 
@@ -467,7 +466,6 @@ def score_batch(
         teacher_hidden=batch.teacher_hidden,
         supports=batch.supports,
         completion_mask=mask,
-        with_sum_pi_squared=with_sum_pi_squared,
         branches=batch.branches,
         targets=batch.targets,
         experts=batch.experts,

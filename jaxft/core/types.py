@@ -100,7 +100,7 @@ class Scored(NamedTuple):
     `next_values[b, t]` is the value of `tokens[b, :t + 1]`, also for the last token of a row or segment.
     `divergence` is that of the token's whole distribution from a teacher's; None without a teacher.
     `overflows` is 1 for tokens on whose account the head's logits were computed twice; None unless the scores are those
-    of `fused_token_logprobs`. `sum_pi_squared` is the sum of the squared probabilities of the vocabulary, if asked for.
+    of `fused_token_logprobs`.
     `routers` are sums over the scored tokens that have replayed experts; None where none are replayed.
     """
 
@@ -110,7 +110,6 @@ class Scored(NamedTuple):
     next_values: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None
     overflows: Float[Array, "B T"] | None = None
-    sum_pi_squared: Float[Array, "B T"] | None = None
     routers: RouterScores | None = None
 
 

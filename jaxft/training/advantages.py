@@ -16,7 +16,6 @@ from jaxft.core.advantages import (
     estimate_advantages,
     gae,
     normalize_then_sum,
-    optimal_token_advantages,
     outcome_rewards,
     reward_to_go,
     soft_overlong_punishment,
@@ -423,12 +422,6 @@ def _advantages_per_token(
         tables = {"token_rewards": rewards, "completion_mask": trained, "rewards": credit.rewards}
         found["advantages"] = _own_advantages(job, credit, loss, trained.shape, **tables)[job.places]
         return found
-    if loss.estimator == "optimal_token":
-        of_policy = job.batch.old_logprobs, job.sum_pi_squared
-        logprobs, squares = (rows(job.per_token(table, dtype=np.float64)) for table in of_policy)
-        to_go: Any = reward_to_go(rewards, trained, gamma=loss.gamma)
-        groups = credit.group_ids[job.trajectories]
-        return {"advantages": optimal_token_advantages(to_go, logprobs, squares, trained, groups)[job.places]}
     if loss.estimator == "reinforce_pp":
         advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
     else:

@@ -113,7 +113,6 @@ class TrainingBatch(NamedTuple):
             unless the loss is ppo.
         teacher_logprobs: `[B T]` log-probabilities of the tokens under the teacher of a distillation by sampled tokens;
             None without one.
-        sum_pi_squared: `[B T]` sums of squared probabilities under the policy; None unless the estimator reads them.
         support_ids: `[B T]` index into `supports` of the tokens that each token could be drawn from; None if all tokens
             of the job are trained over the whole vocabulary.
         supports: `[U W]` packed supports, each of them once; the first is that of the whole vocabulary.
@@ -133,7 +132,6 @@ class TrainingBatch(NamedTuple):
     is_cut: np.ndarray
     bootstrap_values: np.ndarray | None = None
     teacher_logprobs: Any = None
-    sum_pi_squared: Any = None
     support_ids: np.ndarray | None = None
     supports: np.ndarray | None = None
     teacher_ids: np.ndarray | None = None
@@ -429,10 +427,9 @@ def with_scores(
         policy: scores with the policy before the first update; None to skip.
         reference: scores with the reference policy of the KL; None to skip.
     """
-    batch, behind, squares = job.batch, None, None
+    batch, behind = job.batch, None
     if policy is not None:
         old = score_tokens(job, policy)
-        squares = old.sum_pi_squared
         batch = batch._replace(old_logprobs=old.logprobs, old_values=old.values)
         if old.next_values is not None:
             last = np.cumsum(job.packing.lengths) - 1
@@ -442,7 +439,7 @@ def with_scores(
         # The reference routes by itself, in the program of the policy.
         own = job if batch.experts is None else job._replace(batch=batch._replace(experts=0 * batch.experts))
         batch = batch._replace(ref_logprobs=score_tokens(own, reference).logprobs)
-    return job._replace(batch=batch, bootstrap_values=behind, sum_pi_squared=squares)
+    return job._replace(batch=batch, bootstrap_values=behind)
 
 
 def before_scoring(batch: Batch) -> Batch:

@@ -8,9 +8,7 @@ from jaxft.errors import did_you_mean
 from jaxft.harness.config_types import ConfigModel, PathOrName, check_reference, config_error, entries, raise_faults
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 
-AdvantageName = Literal[
-    "group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k", "reinforce_pp", "optimal_token", "gae"
-]
+AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k", "reinforce_pp", "gae"]
 LossName = Literal[
     "grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "gmpo",
     "dpo", "sft", "function",
@@ -31,7 +29,7 @@ TRAJECTORY_MEANS = ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo"
 GROUPED = ("group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k")
 """Advantage estimators that give groups of equal rewards exactly 0."""
 
-UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "optimal_token", "gae")
+UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
 """Advantage estimators that divide by no spread or mean of rewards, which would rescale a KL in the reward."""
 
 
@@ -296,7 +294,7 @@ class LossConfig(ConfigModel):
         default=1.0,
         gt=0.0,
         le=1.0,
-        description="Discount per turn of shaped rewards, per token for gae, reinforce_pp and optimal_token.",
+        description="Discount per turn of shaped rewards, per token for gae and reinforce_pp.",
     )
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation.")
     bootstrap: Literal["value", "none"] = Field(
@@ -389,7 +387,7 @@ class LossConfig(ConfigModel):
     @property
     def is_per_token(self) -> bool:
         """True if the estimator gives each token an advantage from rewards per token, and discounts by the token."""
-        return self.estimator in ("gae", "reinforce_pp", "optimal_token") or reads(self.estimator, "completion_mask")
+        return self.estimator in ("gae", "reinforce_pp") or reads(self.estimator, "completion_mask")
 
     @property
     def _has_zero_advantages(self) -> bool:

@@ -199,7 +199,7 @@ class Learner:
         check_balancing(model, loss, has_replay=self._routing is not None)
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
-        reads_scores = in_reward or loss.estimator in ("gae", "optimal_token")
+        reads_scores = in_reward or loss.estimator == "gae"
         self._needs_old = loss.is_policy_loss and (self._has_several_updates or reads_scores)
         self.opt_state: Any = None
         self.step: Any = None
@@ -525,8 +525,7 @@ class Learner:
         return policy, pausing(reference, pause)
 
     def _policy_scorer(self, params: Params) -> Callable[..., Scored]:
-        options = {"with_sum_pi_squared": True} if self.loss.estimator == "optimal_token" else {}
-        return partial(self._scored, params, value_head=self.value_head, **options)
+        return partial(self._scored, params, value_head=self.value_head)
 
     def _teacher_weights(self, params: Params) -> Weights:
         """Return the weights of the teacher: another model's, the reference's, or the policy's."""

@@ -306,7 +306,7 @@ def has_bounded_steps(config: OptimizerConfig) -> bool:
     return max(config.learning_rate, config.weight_decay) <= 1 and config.max_grad_norm <= 1e6
 
 
-scored = jax.jit(score_batch, static_argnums=0, static_argnames="with_sum_pi_squared")
+scored = jax.jit(score_batch, static_argnums=0)
 """`score_batch`, jitted; shared by all learners."""
 
 

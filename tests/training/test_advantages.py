@@ -41,7 +41,7 @@ def found(groups, scores=None, behind=None, packed=False, **knobs):
     batch = make_batch(rows, BatchPlanner(64, packed))
     scores = scores if isinstance(scores, list) else [scores or {}] * len(rows)
     tables = {name: pack(batch.packing, [each[name] for each in scores], np.float32) for name in scores[0]}
-    batch = batch._replace(sum_pi_squared=tables.pop("sum_pi_squared", None), bootstrap_values=behind)
+    batch = batch._replace(bootstrap_values=behind)
     batch = batch._replace(batch=batch.batch._replace(**tables))
     return Found(*compute_advantages(batch, collect_rewards(groups, loss), loss))
 
@@ -269,7 +269,6 @@ def test_gae_gives_returns_too(make_group):
         {"name": "reinforce", "advantages": "leave_one_out", "beta": 0.1, "kl": "k1_in_reward"},
         {"name": "reinforce", "advantages": "reinforce_pp", "beta": 0.1, "kl": "k1_in_reward"},
         {"name": "reinforce", "advantages": "group_mean", "beta": 0.1, "kl": "k1_in_reward", "shaped": True},
-        {"name": "dapo", "advantages": "optimal_token", "beta": 0.1, "kl": "k1_in_reward", "gamma": 0.9},
         {"name": "ppo", "shaped": True},
         {"name": "grpo"},
     ],
@@ -283,8 +282,8 @@ def test_every_layout_gives_the_same_bits(make_sequence, knobs):
             lists = {name: values * count for name, values in make_sequence(place) if isinstance(values, list)}
             turns = [turn if chosen else -1 for turn, chosen in enumerate(lists["completion_mask"])]
             sequences.append(make_sequence(**lists | {"turns": turns}))
-            names = ("old_logprobs", "ref_logprobs", "old_values", "sum_pi_squared")
-            scores.append(dict(zip(names, draw.normal(size=(4, 6 * count)), strict=True)))
+            names = ("old_logprobs", "ref_logprobs", "old_values")
+            scores.append(dict(zip(names, draw.normal(size=(3, 6 * count)), strict=True)))
         shaped = {"shaped_rewards": draw.normal(size=6 * times).tolist()} if is_shaped else {}
         group.append(Trajectory(episode=[], reward=draw.normal(), generation=place, sequences=sequences, **shaped))
     behind = draw.normal(size=len(scores))

@@ -15,7 +15,7 @@ import pytest
 
 import jaxft.models.flash as flash_module
 import jaxft.training.learner as learner_module
-from jaxft.core.advantages import group_advantages, optimal_token_advantages
+from jaxft.core.advantages import group_advantages
 from jaxft.core.packing import pack, unpack
 from jaxft.core.types import Model
 from jaxft.harness.data_models import Trajectory
@@ -354,24 +354,6 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
 
 
 @pytest.mark.slow
-def test_baselines_of_tokens_are_those_of_the_policy(job, start):
-    loss, kept = LossConfig(name="dapo", advantages="optimal_token"), {}
-    rows, credit = job(loss)
-    options = {"kept_rows": range(4), "keep_scores": kept.__setitem__}
-    _, metrics = Learner(MODEL, loss, SGD, microbatch_tokens=128).learn(rows, credit, on_device(start), **options)
-    tokens, mask = (np.array([getattr(row.sequence, name) for row in rows]) for name in ("tokens", "completion_mask"))
-    logits = np.stack([hidden_by_hand(start, each) for each in tokens])[:, :-1] @ start["head"]
-    logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-    chosen = np.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
-    returns = np.broadcast_to(credit.rewards[:, None], chosen.shape)
-    squares = np.exp(2 * logprobs).sum(-1)
-    expected = optimal_token_advantages(returns, chosen, squares, mask[:, 1:], credit.group_ids)
-    assert metrics["applied_updates"] == 1 and np.ptp(expected[0]) > 0
-    for row in range(4):
-        np.testing.assert_allclose(kept[row].advantages[1:], expected[row], atol=1e-5)
-
-
-@pytest.mark.slow
 def test_results_of_tools_are_learned_without_any_reward(start, make_sequence):
     seen = {"completion_mask": [False, False, True, False, False, True], "observations": [0, 0, 0, 1, 1, 0]}
     loss = LossConfig(name="dapo", observation_coef=0.1)
@@ -390,7 +372,7 @@ def test_results_of_tools_are_learned_without_any_reward(start, make_sequence):
     "loss",
     [
         {"name": "ppo"},
-        {"name": "dapo", "observation_coef": 0.1, "advantages": "optimal_token"},
+        {"name": "dapo", "observation_coef": 0.1},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
         pytest.param(
