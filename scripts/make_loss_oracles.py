@@ -106,26 +106,6 @@ def loss_cases(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return cases
 
 
-def echo_case(draw: np.random.Generator, prime_rl: Path) -> dict[str, Any]:
-    """Return loss and gradient of the results of tools by prime-rl's function, for logits of a batch."""
-    source = (prime_rl / "src/prime_rl/trainer/rl/loss.py").read_text()
-    code = source[source.index("def ce_loss_fn") : source.index("def setup_rl_loss_fn")]
-    names: dict[str, Any] = {
-        "LossInputs": object, "LossOutputs": SimpleNamespace, "_safe_mean": lambda values, mask: values.mean()
-    }  # fmt: skip
-    exec(code, names)
-    logits = torch.tensor(draw.normal(size=(3, 6, 4)), requires_grad=True)
-    tokens, seen = draw.integers(4, size=(3, 6)), draw.random((3, 6)) < 0.5
-    seen[:, 0] = seen[2] = False
-    logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, torch.tensor(tokens)[:, 1:, None])[..., 0]
-    mask, weights = torch.tensor(seen[:, 1:]), torch.full((3, 5), 0.1)
-    rows = [SimpleNamespace(trainer_logprobs=logprobs[i], loss_mask=mask[i], loss_weights=weights[i]) for i in range(3)]
-    loss = sum(names["ce_loss_fn"](row).loss for row in rows) / mask.sum()
-    loss.backward()
-    given = {"logits": logits.tolist(), "tokens": tokens.tolist(), "observation_mask": seen.tolist()}
-    return given | {"observation_coef": 0.1, "loss": loss.item(), "grad": logits.grad.tolist()}
-
-
 def max_rl(rewards: list[float], prime_rl: Path) -> list[float]:
     """Return the advantages of a group by the lines of prime-rl, in float64."""
     source = (prime_rl / "src/prime_rl/orchestrator/algo/max_rl.py").read_text()
@@ -180,7 +160,6 @@ def main() -> None:
     batches = [make_batch(draw, scale) for scale in (0.3, 1.0)]
     losses = source | {"batches": batches, "cases": loss_cases(batches)}
     cases = source | {"cases": [advantage_case(draw, prime_rl) for _ in range(2)]}
-    losses["echo"] = echo_case(draw, prime_rl)
     (FOLDER / "policy_losses_2026.json").write_text(json.dumps(losses) + "\n")
     (FOLDER / "advantages_2026.json").write_text(json.dumps(cases) + "\n")
     taught = source | self_distillation(np.random.default_rng(SEED))

@@ -121,7 +121,6 @@ class Denominators(NamedTuple):
         tokens: trained tokens.
         pairs: pairs of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
         trajectories: trajectories with at least one trained token; None where every row is a trajectory.
-        observations: tokens of the results of tools; None for batches that do not tell these apart.
         routed: scored tokens that have replayed experts; None where none are replayed.
         expert_tokens: number of these that each expert has, in each of `L` layers with experts.
     """
@@ -130,7 +129,6 @@ class Denominators(NamedTuple):
     tokens: Float[Array, ""]
     pairs: Float[Array, ""] | None = None
     trajectories: Float[Array, ""] | None = None
-    observations: Float[Array, ""] | None = None
     routed: Float[Array, ""] | None = None
     expert_tokens: Float[Array, "L E"] | None = None
 
@@ -170,7 +168,6 @@ class Batch(NamedTuple):
     and have one id, which no other sequence of the row has.
     `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
     that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
-    `observation_mask` is True for tokens of the results of tools, none of which the policy chose.
     `clip_low`, `clip_high` and `beta` are options of the loss by token, in the place of those that are bound to it.
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     With `branches` the sequences of a row share their first tokens, which are in the row once.
@@ -195,7 +192,6 @@ class Batch(NamedTuple):
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
     trajectory_tokens: Float[Array, "B T"] | None = None
-    observation_mask: Bool[Array, "B T"] | None = None
     clip_low: Float[Array, "B T"] | None = None
     clip_high: Float[Array, "B T"] | None = None
     beta: Float[Array, "B T"] | None = None
@@ -208,7 +204,7 @@ class Batch(NamedTuple):
     @property
     def counted(self) -> tuple[Any, ...]:
         """Arguments of `count_tokens`."""
-        return self.completion_mask, self.segment_ids, self.trajectory_tokens, self.observation_mask, self.experts
+        return self.completion_mask, self.segment_ids, self.trajectory_tokens, self.experts
 
 
 class FinishReason(enum.IntEnum):

@@ -266,12 +266,6 @@ class LossConfig(ConfigModel):
         "with max_staleness above 0 ratio, or token_truncate for a loss without a ratio, and with sampling_dtype "
         "alone token_truncate.",
     )
-    observation_coef: float = Field(
-        default=0.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Weight of the cross-entropy on the results of tools, which the policy then learns to foresee.",
-    )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     router_aux_loss_coef: float = Field(
         default=0.0,

@@ -247,9 +247,7 @@ class Learner:
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
         loss, scorers = self.loss, self._scorers(params, pause)
-        has_observations = loss.observation_coef > 0
-        options = {"has_supports": loss.is_policy_loss, "has_observations": has_observations}
-        laid_out = make_batch(rows, planner, **options, routing=self._routing)
+        laid_out = make_batch(rows, planner, has_supports=loss.is_policy_loss, routing=self._routing)
         if credit is not None and any(row.sequence.is_logged for row in rows):
             laid_out = with_own_logprobs(laid_out, pausing(self._policy_scorer(params), pause))
         job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
@@ -265,8 +263,6 @@ class Learner:
         if loss.skip_zero_advantages:  # before the scores, which are not computed for what is skipped
             job, metrics["skipped_trajectories"] = with_signal(job, planner)
             job = with_scores(job, loss, *scorers)
-        if has_observations:
-            metrics["observation_tokens"] = job.counts()["observations"]
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"

@@ -28,7 +28,6 @@ COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_
 
 AVERAGED_OVER = {
     "sampler_disagreement_fraction": "sequences",
-    "observation_loss": "observations",
     **dict.fromkeys(
         ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_nll"), "pairs"
     ),
@@ -64,7 +63,6 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher
     shared: dict[str, Any] = {
         "loss": loss,
         "entropy_coef": config.entropy_coef,
-        "observation_coef": config.observation_coef,
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "correction": correction,
         "max_sampler_diff": max_sampler_diff,

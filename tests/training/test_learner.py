@@ -354,25 +354,11 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
 
 
 @pytest.mark.slow
-def test_results_of_tools_are_learned_without_any_reward(start, make_sequence):
-    seen = {"completion_mask": [False, False, True, False, False, True], "observations": [0, 0, 0, 1, 1, 0]}
-    loss = LossConfig(name="dapo", observation_coef=0.1)
-    group = [Trajectory(episode=[], reward=1.0, sequences=[make_sequence(place, **seen)]) for place in range(4)]
-    rows, params, history = [Row(t.sequences[0], i) for i, t in enumerate(group)], on_device(start), []
-    learner = Learner(MODEL, loss, SGD, microbatch_tokens=32, num_iterations=2)
-    for _ in range(3):
-        params, metrics = learner.learn(rows, collect_rewards([group], loss), params)
-        history.append(metrics["observation_loss"])
-    assert metrics["observation_tokens"] == 8 and metrics["policy_loss"] == 0.0
-    assert history[0] > history[1] > history[2] > 0
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
         {"name": "ppo"},
-        {"name": "dapo", "observation_coef": 0.1},
+        {"name": "dapo"},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
         pytest.param(
