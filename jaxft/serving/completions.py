@@ -67,15 +67,8 @@ class ChatCompletionRequest(CompletionFields, ChatFields):
     reasoning_effort: Annotated[Any, Refused(VARIABLES)] = None
     verbosity: Annotated[Any, Refused("ask for it in the prompt", "medium")] = None
     web_search_options: Annotated[Any, Refused("give the agent a tool that searches")] = None
-    bad_words: Annotated[Any, Refused("forbid tokens by logit_bias", [])] = None
-    echo: Annotated[Any, Refused("the conversation is not repeated", False)] = None
     add_generation_prompt: Annotated[Any, Refused("every reply is a new message", True)] = None
     continue_final_message: Annotated[Any, Refused("every reply is a new message", False)] = None
-    add_special_tokens: Annotated[Any, Refused("the chat template writes them", False)] = None
-    chat_template: Annotated[Any, Refused("the template is that of the tokenizer; chat_template_kwargs vary it")] = None
-    documents: Annotated[Any, Refused("put them into a message, or into chat_template_kwargs", [])] = None
-    include_reasoning: Annotated[Any, Refused("reasoning is always in reasoning_content", True)] = None
-    thinking_token_budget: Annotated[Any, Refused("use max_completion_tokens")] = None
 
     def to_request(self) -> ChatRequest:
         """Return what to sample.

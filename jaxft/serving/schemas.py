@@ -273,17 +273,10 @@ class CompletionFields(OpenAIRequest):
     repetition_penalty: Annotated[float, Field(ge=1e-6, le=1e6), AS_SENT] | None = Field(
         None, description="Divides positive and multiplies negative logits of tokens of prompt and answer."
     )
-    length_penalty: Annotated[Any, Refused("there is no beam search", 1)] = None
-    use_beam_search: Annotated[Any, Refused("there is no beam search: ask for n answers", False)] = None
     ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer.")
     min_tokens: Natural | None = Field(None, description="Tokens sampled before a token may end the answer.")
-    allowed_token_ids: Annotated[Any, Refused("favour tokens by logit_bias", [])] = None
-    logits_processors: Annotated[Any, Refused("use logit_bias", [])] = None
-    prompt_logprobs: Annotated[Any, Refused("only sampled tokens have log-probabilities", 0)] = None
-    truncate_prompt_tokens: Annotated[Any, Refused("set llms.<name>.long_prompts in the configuration")] = None
     skip_special_tokens: Annotated[Any, Refused("text never has control tokens, token ids do", True)] = None
     spaces_between_special_tokens: Annotated[Any, Refused("text never has control tokens, token ids do", True)] = None
-    structured_outputs: Annotated[Any, Refused("use response_format, guided_regex or guided_grammar")] = None
 
     @property
     def include_usage(self) -> bool:
@@ -303,10 +296,10 @@ def read_request(model: type[Request], body: Mapping[str, Any]) -> Request:
     >>> read_request(CompletionFields, {"model": "policy", "n": 2, "echo": None})
     Traceback (most recent call last):
     jaxft.serving.wire.APIError: echo is no known parameter: leave it out
-    >>> read_request(CompletionFields, {"model": "policy", "n": 0, "length_penalty": 0.5})
+    >>> read_request(CompletionFields, {"model": "policy", "n": 0, "skip_special_tokens": False})
     Traceback (most recent call last):
     jaxft.serving.wire.APIError: n is 0; wanted greater than or equal to 1
-    length_penalty is 0.5: there is no beam search
+    skip_special_tokens is false: text never has control tokens, token ids do
     """
     try:
         return model.model_validate(body)

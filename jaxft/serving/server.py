@@ -19,10 +19,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxft import LanguageModel
 from jaxft.harness import Limits
-from jaxft.serving.app import episode_token, error_response
 from jaxft.serving.guard import Guard, refuse, unavailable
 from jaxft.serving.metrics import Metrics
-from jaxft.serving.wire import APIError
 
 MAX_HEAD_BYTES = 2**16
 """Largest size of the first line and the headers of a request."""
@@ -175,20 +173,8 @@ class LimitedProtocol(H11Protocol):
             self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are no HTTP, in the format of the path if they are in the body of a request."""
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # a response has begun
-            self.transport.abort()
-            return
-        path = ""
-        if self.cycle is not None and not self.cycle.response_complete:
-            path = episode_token(dict(self.scope))[1]["path"]
-            self.cycle.disconnected = True  # the app's own answer would be a second one
-        error = APIError("the request is no valid HTTP/1.1", code="invalid_http")
-        response = error_response(error, path, {"connection": "close"})
-        head = h11.Response(status_code=400, headers=response.raw_headers, reason=b"Bad Request")
-        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
-        self.transport.close()
+        """Close a connection whose bytes are no HTTP."""
+        self.transport.abort()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -133,7 +133,7 @@ LONG = "x" * 200
 UNIQUE = {"type": "json_schema", "json_schema": {"type": "json_schema", "name": "a", "schema": {"uniqueItems": True}}}
 REFUSALS = [
     ("chat.completions", {"model": "plaxer"}, "model", "model_not_found", "player"),
-    ("chat.completions", {"extra_body": {"length_penalty": 0.5}}, "length_penalty", "unsupported_parameter", "0.5"),
+    ("chat.completions", {"extra_body": {"verbosity": "low"}}, "verbosity", "unsupported_parameter", "low"),
     ("chat.completions", {"presence_penalty": 2.5}, "presence_penalty", None, "2.5"),
     ("completions", {"frequency_penalty": -3}, "frequency_penalty", None, "-3"),
     ("completions", {"extra_body": {"repetition_penalty": 0}}, "repetition_penalty", None, "0"),

@@ -182,7 +182,7 @@ def say(*content, role="user"):
 
 IMPOSSIBLE = [
     (CHAT, {"foo": 1}, "foo"),
-    (CHAT, {"length_penalty": True}, "length_penalty"),  # not 1
+    (CHAT, {"skip_special_tokens": 1}, "skip_special_tokens"),  # not true
     (CHAT, {"repetition_penalty": True}, "repetition_penalty"),
     (CHAT, {"repetition_penalty": 0}, "repetition_penalty"),
     (COMPLETIONS, {"presence_penalty": -2.5}, "presence_penalty"),

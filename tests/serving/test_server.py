@@ -185,14 +185,17 @@ def test_bodies_are_refused_beyond_a_number_of_bytes_that_are_read_at_once(llm):
         assert request(server)[0] == 200
 
 
-def test_bytes_that_are_no_http_are_refused_in_the_format_of_their_path(llm):
+def test_a_connection_whose_bytes_are_no_http_is_closed(llm):
     with serving(llm) as server:
         host = server.url.removeprefix("http://")
-        answer = read(send(server, "GET /health HTTP/1.1", f"Host: {host}", "Host: other"))
-        assert answer.startswith(b"HTTP/1.1 400 ") and b'"code":"invalid_http"' in answer
         chunked = {"Content_Length": None, "Transfer_Encoding": "chunked"}
-        answer = read(begin(server, b"no length\r\n", "/v1/messages", **chunked))
-        assert answer.startswith(b"HTTP/1.1 400 ") and b'{"type":"error",' in answer
+        for connection in (
+            send(server, "GET /health HTTP/1.1", f"Host: {host}", "Host: other"),
+            begin(server, b"no length\r\n", "/v1/messages", **chunked),
+        ):
+            with contextlib.suppress(ConnectionResetError):
+                assert read(connection) == b""
+        assert request(server)[0] == 200
 
 
 def idle(server, count):
