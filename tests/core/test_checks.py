@@ -178,14 +178,11 @@ def test_numbers_that_are_not_finite_do_not_whiten_to_zero():
     [
         ((3, 9), r"ids\[1\] is 9; .* 9 tokens: 0 to 8"),
         ([[3, 4], [-1, 4]], r"ids\[1, 0\] is -1;"),
-        ((3, 2**70), rf"ids\[1\] is {2**70};"),
-        ((3, 8.5), r"ids\[1\] is 8.5;"),
-        (np.array([1.0]), r"ids\[0\] is 1.0;"),
-        (("3",), r"ids\[0\] is 3;"),
-        ([True], r"ids\[0\] is True;"),
-        ((5, True), r"ids\[1\] is True;"),
-        (np.array([[False]]), r"ids\[0, 0\] is False;"),
-        ([1, [2]], r"ids\[1\] is \[2\];"),
+        ((3, 2**70), "ids holds object; wanted integers"),
+        ((3, 8.5), "ids holds float64;"),
+        (("3",), "ids holds <U1;"),
+        (np.array([[False]]), "ids holds bool;"),
+        ([1, [2]], "inhomogeneous shape"),
     ],
 )
 def test_what_is_no_token_id_is_refused(ids, message):
@@ -222,10 +219,6 @@ def test_what_stands_on_untrained_tokens_is_free():
 def test_whole_trajectories_are_taken():
     for counts in ([[0, 2, 2], [0, 1, 0]], [[0, 3, 3], [0, 3, 0]]):
         check_batch(GOOD._replace(trajectory_tokens=np.array(counts, np.float32)))
-    tokens, rows = 3 * 7 * 11, 3000
-    mask = np.ones((rows, tokens + 1), bool)
-    mask[:, 0] = False
-    check_batch(Batch(np.ones(mask.shape, int), mask, trajectory_tokens=np.full(mask.shape, tokens, np.float32)))
 
 
 TRUE = np.ones((2, 3), bool)
@@ -241,7 +234,6 @@ TRUE = np.ones((2, 3), bool)
         ({"temperatures": np.full((2, 3), np.nan)}, "batch.temperatures is not above 0"),
         ({"advantages": np.array([1.0, np.nan])}, r"batch.advantages is not finite .*\(row 1, token 1; 1 in all\)"),
         ({"trajectory_tokens": np.zeros((2, 3))}, r"batch.trajectory_tokens .*1.*\(row 0, token 1;"),
-        ({"trajectory_tokens": np.full((2, 3), 4.0)}, r"batch.trajectory_tokens makes 0.75 traj.*of 3 trained tokens"),
         ({"ref_logprobs": np.full((2, 3), -np.inf)}, "batch.ref_logprobs is not finite"),
         ({"tokens": np.full((2, 3), 6)}, "batch.tokens is outside the vocabulary of 6"),
         ({"tokens": np.full((2, 3), -1)}, "batch.tokens is outside the vocabulary of 6"),
