@@ -164,7 +164,7 @@ def check_token_ids(name: str, ids: Any, vocabulary: int) -> None:
     """
     table = np.asarray(ids)
     if table.size and table.dtype.kind not in "iu":
-        raise ValueError(f"{name} holds {table.dtype}; wanted integers, the ids of tokens")
+        raise ValueError(f"{name} holds {table.dtype}; wanted integers, token ids")
     for place in np.argwhere((table < 0) | (table >= vocabulary)).tolist()[:1]:
         raise ValueError(
             f"{name}[{', '.join(map(str, place))}] is {table[tuple(place)]}; wanted an id of the vocabulary, which has "

@@ -200,16 +200,10 @@ def prompt_ids(prompts: Any, vocabulary: int) -> list[Int[np.ndarray, "_"]]:
     checked = []
     for index, prompt in enumerate(prompts if any(map(_is_row, prompts)) else [prompts]):
         name = f"prompts[{index}]"
-        if not _is_row(prompt):
-            raise ValueError(f"{name} is {prompt!r}; wanted a row of token ids, as the others are")
-        if any(isinstance(text, str | bytes) for text in (prompt, *prompt)):
-            raise ValueError(f"{name} is text; wanted token ids, such as those of tokenizer.encode")
-        if len(prompt) == 0:
-            raise ValueError(f"{name} has no tokens; a model needs at least one to continue")
-        check_token_ids(name, prompt, vocabulary)
         checked.append(np.asarray(prompt))
-        if checked[-1].ndim != 1:
-            raise ValueError(f"{name} has shape {checked[-1].shape}; wanted a row of token ids")
+        if checked[-1].ndim != 1 or not checked[-1].size:
+            raise ValueError(f"{name} is {prompt!r:.100}; wanted a row of token ids, at least one")
+        check_token_ids(name, checked[-1], vocabulary)
     return checked
 
 
