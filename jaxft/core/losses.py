@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.checks import as_array, check_mask, check_shapes
 from jaxft.core.reductions import aggregate, count_tokens, row_sums, token_mean
-from jaxft.core.surrogates import MAX_LOG_RATIO, SURROGATES, Bound, SurrogateInputs, one_sided_clip
+from jaxft.core.surrogates import MAX_LOG_RATIO, SURROGATES, SurrogateInputs, one_sided_clip
 from jaxft.core.types import Denominators
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "constant"]
@@ -55,10 +55,10 @@ def policy_loss(
     loss: str = "grpo",
     importance_level: str | None = None,
     aggregation: str | None = None,
-    clip_low: Bound | None = None,
-    clip_high: Bound | None = None,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     delta: float | None = None,
-    beta: Bound = 0.0,
+    beta: float = 0.0,
     kl: str = "k3_ratio",
     ref_logprobs: Float[Array, "B T"] | None = None,
     max_completion_tokens: int | None = None,
@@ -85,7 +85,6 @@ def policy_loss(
             token keeps its own advantage and weight, packed or padded.
         clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo to
             `[clip_low, clip_high]`, for dppo both bound the change of a token's distribution, for gmpo its log-ratio.
-            One for all tokens, or a table `[B T]`, as for `beta`.
         delta: dual clip, an upper bound `-delta A` on the loss where `A < 0` (arXiv 1912.09729).
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
         kl: estimator of the KL, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.
@@ -164,12 +163,12 @@ def policy_loss(
 
     value = reduced(policy_term)
     metrics = {"policy_loss": value}
-    if jnp.ndim(beta) or beta:
+    if beta:
         assert ref_logprobs is not None
         rho = jnp.where(mask, ref_logprobs - logprobs, 0.0)
         undetached_ratio = jnp.exp(jnp.clip(of_whole_row, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         penalty = kl_penalty(kl, rho, log_ratio, undetached_ratio)
-        value = value + (reduced(beta * penalty) if jnp.ndim(beta) else beta * reduced(penalty))
+        value = value + beta * reduced(penalty)
         metrics["kl"] = token_mean(k3(rho), mask, denominators)
         metrics["kl_clamped_fraction"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
     outside_low, outside_high = surrogate.clipped(inputs)
@@ -234,8 +233,8 @@ def _check_knobs(
     loss: str,
     importance_level: str,
     delta: float | None,
-    clip_high: Bound,
-    beta: Bound,
+    clip_high: float,
+    beta: float,
     kl: str,
     has_old: bool,
 ) -> None:
@@ -243,9 +242,9 @@ def _check_knobs(
         raise ValueError(f"importance_level is {importance_level!r}; wanted token or sequence")
     if delta is not None and surrogate != "clip":
         raise ValueError(f"delta is {delta}, but {loss!r} has no clipped surrogate to bound; leave delta None")
-    if delta is not None and not jnp.ndim(clip_high) and delta <= 1.0 + clip_high:
+    if delta is not None and delta <= 1.0 + clip_high:
         raise ValueError(f"delta is {delta}; wanted more than 1 + clip_high = {1.0 + clip_high}")
-    if not jnp.ndim(beta) and beta < 0:
+    if beta < 0:
         raise ValueError(f"beta is {beta}; wanted at least 0")
     zero = jnp.zeros((1, 1))
     kl_penalty(kl, zero, zero, zero)  # raises for an unknown kind, even if beta is 0
@@ -255,8 +254,8 @@ def _check_knobs(
         raise ValueError("'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None")
 
 
-def _check_inputs(tables: Mapping[str, Any], advantages: Array, beta: Bound) -> None:
-    if (jnp.ndim(beta) or beta) and tables["ref_logprobs"] is None:
+def _check_inputs(tables: Mapping[str, Any], advantages: Array, beta: float) -> None:
+    if beta and tables["ref_logprobs"] is None:
         raise ValueError(
             f"beta is {beta}, but ref_logprobs is None; give the reference's log-probabilities or set beta to 0"
         )

@@ -67,9 +67,6 @@ class PolicyLoss(Protocol):
         ...
 
 
-EXTRA_TABLES = ("clip_low", "clip_high", "beta")
-"""Fields of a batch that a loss gets only if they are there."""
-
 PPO_LOSS: PolicyLoss = partial(policy_loss, loss="ppo")
 
 CorrectionFn = Callable[..., Correction]
@@ -385,7 +382,6 @@ def _policy_terms(
         segment_ids=batch.segment_ids,
         trajectory_tokens=batch.trajectory_tokens,
         denominators=denominators,
-        **{name: table for name in EXTRA_TABLES if (table := batch._asdict()[name]) is not None},
     )
     of_scores = _score_metrics(scored, mask, denominators)
     if entropy_coef:

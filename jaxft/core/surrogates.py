@@ -19,10 +19,6 @@ MAX_WEIGHT = 20.0
 """Largest ratio that weights a token of DPPO: verl's, unless its `clip_ratio_c` is set (arXiv 2602.04879 sec. 5.4)."""
 
 
-Bound = float | Float[Array, "B T"]
-"""A clip: one for all tokens, or a table with one for each."""
-
-
 class SurrogateInputs(NamedTuple):
     """Tables and bounds that a surrogate reads; anything may stand where `mask` is False, but in the ratios."""
 
@@ -32,16 +28,16 @@ class SurrogateInputs(NamedTuple):
     old_logprobs: Float[Array, "B T"]
     advantages: Float[Array, "B #T"]
     mask: Bool[Array, "B T"]
-    clip_low: Bound
-    clip_high: Bound
+    clip_low: float
+    clip_high: float
     delta: float | None
 
 
 def clipped_surrogate(
     ratio: Float[Array, "B #T"],
     advantages: Float[Array, "B #T"],
-    clip_low: Bound,
-    clip_high: Bound,
+    clip_low: float,
+    clip_high: float,
     delta: float | None = None,
 ) -> Float[Array, "B #S"]:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token (PPO, arXiv 1707.06347 eq. 7); optional dual clip.
@@ -74,7 +70,7 @@ def gated_surrogate(
 
 
 def one_sided_clip(
-    log_ratio: Float[Array, "B T"], advantages: Float[Array, "B #T"], clip_low: Bound, clip_high: Bound
+    log_ratio: Float[Array, "B T"], advantages: Float[Array, "B #T"], clip_low: float, clip_high: float
 ) -> Float[Array, "B T"]:
     """Clip log-ratios at `clip_high` where `A > 0` and at `-clip_low` elsewhere (GMPO, arXiv 2507.20673).
 

@@ -168,7 +168,6 @@ class Batch(NamedTuple):
     and have one id, which no other sequence of the row has.
     `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
     that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
-    `clip_low`, `clip_high` and `beta` are options of the loss by token, in the place of those that are bound to it.
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     With `branches` the sequences of a row share their first tokens, which are in the row once.
     `teacher_hidden` is the hidden state of a teacher that reads another prompt, before it is given the token, of which
@@ -192,9 +191,6 @@ class Batch(NamedTuple):
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
     trajectory_tokens: Float[Array, "B T"] | None = None
-    clip_low: Float[Array, "B T"] | None = None
-    clip_high: Float[Array, "B T"] | None = None
-    beta: Float[Array, "B T"] | None = None
     supports: UInt32[Array, "B T W"] | None = None
     branches: Branches | None = None
     teacher_hidden: Float[Array, "B T E"] | None = None

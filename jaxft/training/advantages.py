@@ -29,7 +29,7 @@ from jaxft.harness.data_models import Trajectory, TrajectoryCollection
 from jaxft.harness.functions import Function
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.training.batch import CollectedRewards, TrainingBatch
-from jaxft.training.config import BY_TASK, DistillationConfig, LossConfig, reads
+from jaxft.training.config import DistillationConfig, LossConfig, reads
 from jaxft.training.rows import (
     JobRows,
     gather_examples,
@@ -263,9 +263,8 @@ def compute_advantages(
     """
     trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
     mask = job.per_token(job.batch.completion_mask)
-    losses = {task: dict(loss.of_task(task)) for task in dict.fromkeys(credit.tasks or (None,))}
-    of_trajectory = [losses[task] for task in credit.tasks or (None,) * len(credit.rewards)]
-    options = {name: np.array([own[name] for own in of_trajectory], np.float64) for name in ("weight", *BY_TASK[:3])}
+    weights = {task: loss.of_task(task).weight for task in dict.fromkeys(credit.tasks or (None,))}
+    weight = np.array([weights[task] for task in credit.tasks or (None,) * len(credit.rewards)])
     k1 = np.zeros(len(mask))
     if loss.kl_weight and loss.kl == "k1_in_reward":
         scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
@@ -273,7 +272,7 @@ def compute_advantages(
         k1 = np.where(mask, old - ref, 0.0)
         trained = k1[mask]
         metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
-        k1 *= options["beta"][trajectories]
+        k1 *= loss.kl_weight
     computed: dict[str, np.ndarray] = {}
     if loss.is_per_token:
         computed = _advantages_per_token(job, credit, mask, k1, loss)
@@ -286,8 +285,7 @@ def compute_advantages(
     if loss.distillation is not None:
         computed["advantages"], of_teacher = _add_distillation(job, computed["advantages"], mask, loss.distillation)
         metrics |= of_teacher
-    computed["advantages"] = computed["advantages"] * options["weight"][trajectories]
-    computed |= {name: options[name][trajectories] for name in loss.task_tables}
+    computed["advantages"] = computed["advantages"] * weight[trajectories]
     if loss.averaged_over == "trajectories":
         computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
     if loss.distillation is None or loss.distillation.is_sampled:  # in the loss, a teacher teaches every group

@@ -551,5 +551,4 @@ def empty_batch(
         segment_ids=whole if packed else None,
         trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
         experts=experts,
-        **dict.fromkeys(loss.task_tables, floats),
     )

@@ -327,8 +327,8 @@ class LossConfig(ConfigModel):
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="Factor of advantages, for per_task.")
     per_task: dict[str, dict[str, Any]] | None = Field(
         default=None,
-        description="Other values of weight, clip_low, clip_high, beta, mask_truncated, max_completion_tokens (of the "
-        "length penalty) and overlong_buffer_tokens by task, an entry of finetuning.per_task; null: none.",
+        description="Other values of weight, mask_truncated, max_completion_tokens (of the length penalty) and "
+        "overlong_buffer_tokens by task, an entry of finetuning.per_task; null: none.",
     )
     preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Settings of dpo.")
     min_reward: float | None = Field(
@@ -366,12 +366,6 @@ class LossConfig(ConfigModel):
     def estimator(self) -> str | Function:
         """Advantage estimator: the configured one, else the default of the published loss."""
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
-
-    @property
-    def task_tables(self) -> tuple[str, ...]:
-        """Options that some task has otherwise and that an update reads by token."""
-        names = ("clip_low", "clip_high", *(("beta",) if self.kl != "k1_in_reward" else ()))
-        return tuple(name for name in names if any(name in own for own in (self.per_task or {}).values()))
 
     @property
     def is_own(self) -> bool:
@@ -413,17 +407,16 @@ class LossConfig(ConfigModel):
         return self.model_copy(update={"max_completion_tokens": max_context_tokens})
 
     def of_task(self, task: str | None) -> "LossConfig":
-        """Return the loss of a task; the reference is that of all tasks, also of one with a beta of 0.
+        """Return the loss of a task.
 
-        >>> loss = LossConfig(name="dapo", clip_high=0.3, per_task={"long": {"clip_high": 0.4}})
-        >>> [loss.of_task(task).clip_high for task in ("long", "short", None)]
+        >>> loss = LossConfig(name="dapo", weight=0.3, per_task={"long": {"weight": 0.4}})
+        >>> [loss.of_task(task).weight for task in ("long", "short", None)]
         [0.4, 0.3, 0.3]
         """
         if not self.per_task:
             return self
-        given = {name: dict(self)[name] for name in self.model_fields_set - {"per_task", "reference"}}
-        own = LossConfig.model_validate(given | self.per_task.get(task or "", {}))
-        return own.model_copy(update={"reference": self.reference})
+        given = {name: dict(self)[name] for name in self.model_fields_set - {"per_task"}}
+        return LossConfig.model_validate(given | self.per_task.get(task or "", {}))
 
     def for_sampler(self, max_staleness: int, *, is_quantized: bool = False) -> "LossConfig":
         """Return the loss with the correction that it has on the sampler's episodes.
@@ -488,23 +481,17 @@ class LossConfig(ConfigModel):
     @model_validator(mode="after")
     def _tasks_fit(self) -> "LossConfig":
         for task, own in (self.per_task or {}).items():
-            for name, value in own.items():
+            for name in own:
                 if name not in BY_TASK:
                     what = "is one for all tasks" if name in type(self).model_fields else "is no option"
                     near = did_you_mean(name, BY_TASK, what="by task there are")
                     raise config_error(f"per_task.{task}.{name} {what}{near}")
-                if name in BY_TASK[:3] and not dict(self)[name]:
-                    raise config_error(f"per_task.{task}.{name}: set {name} of the loss, too, for the other tasks")
-                if name in BY_TASK[:3] and value is None:
-                    raise config_error(f"per_task.{task}.{name} is null: give a number, or leave it out")
             try:
-                clip_high = self.of_task(task).clip_high
+                self.of_task(task)
             except ValidationError as error:
                 places = [".".join(map(str, ("per_task", task, *each["loc"]))) for each in error.errors()]
                 messages = [each["msg"].replace("Input should", "must") for each in error.errors()]
                 raise_faults(zip(places, messages, strict=True))
-            if self.function is None and self.delta is not None and self.delta <= 1 + (clip_high or 0):
-                raise config_error(f"per_task.{task}.clip_high: delta is {self.delta}, wanted above 1 + {clip_high}")
         return self
 
     @model_validator(mode="after")
@@ -536,16 +523,8 @@ class LossConfig(ConfigModel):
         return self
 
 
-BY_TASK = (
-    "clip_low",
-    "clip_high",
-    "beta",
-    "weight",
-    "mask_truncated",
-    "max_completion_tokens",
-    "overlong_buffer_tokens",
-)
-"""Fields that a task may have otherwise; the first three enter an update as tables."""
+BY_TASK = ("weight", "mask_truncated", "max_completion_tokens", "overlong_buffer_tokens")
+"""Fields that a task may have otherwise."""
 
 POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("preference", "min_reward"))
 """Fields that policy losses read, and dpo and sft do not."""

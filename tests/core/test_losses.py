@@ -486,42 +486,6 @@ def test_ratios_at_sequence_level_are_those_of_a_row_of_a_trajectory():
     close(value_and_gradient(logprobs, old, rows(1, 1), all_trained(old), **knobs)[0], -(2 * 1.5**0.5 + 2 * 0.5) / 4)
 
 
-@pytest.fixture(scope="module")
-def by_table():
-    """Losses and gradients with two options each, with a table of the first, and with one of both, half and half."""
-    names = ("dapo", "gspo", "cispo", "dppo_tv", "gmpo")
-    rng = np.random.default_rng(3)
-    lp, old, ref = (jnp.asarray(-rng.exponential(1.0, SHAPE), jnp.float32) for _ in range(3))
-    mask = jnp.asarray(rng.random(SHAPE) < 0.8)
-    adv = jnp.asarray(rng.normal(size=SHAPE[0]), jnp.float32)
-    upper = np.arange(SHAPE[0])[:, None] < SHAPE[0] // 2
-
-    @jax.jit
-    def run():
-        def of(name, first, second=None):
-            def option(index):
-                if second is None:
-                    return first[index]
-                return jnp.asarray(np.broadcast_to(np.where(upper, first[index], second[index]), SHAPE), jnp.float32)
-
-            knobs = {"loss": name, "clip_low": option(0), "clip_high": option(1), "beta": option(2)}
-            value, gradient, _ = at_own_shape(lp, old, adv, mask, ref_logprobs=ref, kl="k3_unweighted", **knobs)
-            return value, gradient
-
-        a, b = (0.1, 0.3, 0.05), (0.3, 0.1, 0.2)
-        return {name: (of(name, a), of(name, b), of(name, a, a), of(name, a, b)) for name in names}
-
-    return run(), upper
-
-
-def test_clips_and_beta_may_be_tables(by_table):
-    results, upper = by_table
-    for name, ((_, first), (_, second), same, (_, mixed)) in results.items():
-        np.testing.assert_allclose(same[1], first, rtol=1e-6, atol=1e-7, err_msg=name)
-        np.testing.assert_allclose(mixed, np.where(upper, first, second), rtol=1e-6, atol=1e-7, err_msg=name)
-        assert np.abs(np.asarray(first) - second).max() > 1e-3
-
-
 def test_policy_weights_scale_the_policy_term_alone():
     logprobs, old = log_rows([1.1, 0.9])
     given = logprobs, old, rows(1.0), all_trained(old)

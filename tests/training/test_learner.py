@@ -361,10 +361,6 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
         {"name": "dapo"},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
-        pytest.param(
-            {"name": "dapo", "beta": 0.1, "clip_low": 0.2, "per_task": {"a": {"clip_low": 0.1, "beta": 0.0}}},
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_a_warm_up_changes_nothing_and_no_job_compiles_after_it(job, start, loss, monkeypatch):
