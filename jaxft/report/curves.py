@@ -211,5 +211,5 @@ def _memory(rows: Sequence[Row]) -> Iterator[Markup]:
         sizes: list[Value] = [value / 2**30 if is_finite(value := row.get(name)) else None for row in rows]
         words = name.removesuffix("_bytes").replace("_", " ")
         lines.append(Line(words, [row["epoch"] for row in rows], sizes, len(lines)))
-    tops = [f"{line.name}: {number(max(filter(is_finite, line.ys)))} GiB" for line in lines]
+    tops = [f"{line.name}: {number(max(filter(is_finite, line.ys)), 3)} GiB" for line in lines]
     yield line_chart("Memory, GiB", lines, note="; ".join(tops))

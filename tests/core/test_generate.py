@@ -263,7 +263,7 @@ def test_longer_and_shorter_prompts_beside_it_change_no_bit_of_a_row(tiny, long_
     ("prompts", "knobs", "message"),
     [
         ([], {}, "prompts is empty"),
-        ([[1], []], {}, r"prompts\[1\] .*no tokens"),
+        ([[1], []], {}, r"prompts\[1\] is \[\]; wanted a row of token ids"),
         ([[1]], dict(num_generations=0), "num_generations is 0, max_new_tokens 4; .* 1"),
         ([[1]], dict(max_new_tokens=0), "num_generations is 1, max_new_tokens 0; .* 1"),
         ([[1]], dict(temperature=-1.0), "temperature is -1.0; "),

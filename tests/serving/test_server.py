@@ -244,7 +244,8 @@ def test_large_bodies_are_refused(llm):
         chunks = b"200\r\n" + b" " * 512 + b"\r\n"
         chunked = begin(server, chunks * 2, Content_Length=None, Transfer_Encoding="chunked")
         assert read(chunked).startswith(b"HTTP/1.1 413 ")
-        assert read(send(server, "GET /health HTTP/1.1", f"X: {'x' * 70000}")).startswith(b"HTTP/1.1 400 ")
+        with contextlib.suppress(ConnectionResetError):
+            assert read(send(server, "GET /health HTTP/1.1", f"X: {'x' * 70000}")) == b""
 
 
 def test_slow_heads_and_bodies_are_ended(llm):
