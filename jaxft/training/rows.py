@@ -18,6 +18,7 @@ from jaxft.rollout.calls import PENALIZED, recorded_call
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.rollout.sequences import TokenSequence, token_sequences
 from jaxft.training.batch import RECORDED, CollectedRewards, Row
+from jaxft.training.logged import Conversation, Logged, logged_sequences
 
 
 class TokenRecords(NamedTuple):
@@ -422,17 +423,9 @@ def _tokenise_episode(trajectory: Trajectory, template: ChatTemplate) -> TokenSe
 
 
 def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_last: bool) -> TokenSequence:
-    messages = [{"role": role, "content": content} for role, content in said]
-    ids, mask = template.conversation(messages, trained={len(messages) - 1} if only_last else None)
-    zeros = [0.0] * len(ids)
-    return TokenSequence(
-        tokens=list(ids),
-        completion_mask=mask,
-        sampler_logprobs=zeros,
-        behavior_logprobs=zeros,
-        temperatures=[1.0] * len(ids),
-        policy_versions=[-1] * len(ids),
-    )
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in said]
+    (row,) = logged_sequences(Logged((Conversation([], messages),), [], None), template, only_last=only_last)
+    return row
 
 
 def job_digests(data: JobRows, rewards: CollectedRewards | None) -> dict[str, list[str]]:
