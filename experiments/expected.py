@@ -33,6 +33,7 @@ from scipy import stats
 
 from jaxft.errors import ConfigError, JaxftError, RunDirectoryError, did_you_mean
 from jaxft.files import json_bytes, replace_file
+from jaxft.redaction import map_texts
 from jaxft.report.compared_runs import ComparedRun, default_last_epochs, find_runs
 from jaxft.report.comparison import no_runs_message
 from jaxft.report.comparison_text import aligned, seeds
@@ -45,7 +46,6 @@ from jaxft.report.run_groups import (
     group_runs,
     has_effect,
     is_newer_default,
-    map_texts,
     shown,
 )
 

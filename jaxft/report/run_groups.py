@@ -8,13 +8,14 @@ runs of one seed are one observation, and no interval may count them as two.
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from jaxft.redaction import map_texts
 from jaxft.report.compared_runs import ComparedRun
 from jaxft.runs import flat
 
@@ -244,13 +245,6 @@ def _surroundings(run: ComparedRun) -> dict[str, Any]:
 
 def _values(facts: Sequence[dict[str, Any]], group: Sequence[int], path: str) -> str:
     return " | ".join(dict.fromkeys(shown(facts[at].get(path, ABSENT)) for at in group))
-
-
-def map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Return a setting with every text of it changed."""
-    if isinstance(value, list):
-        return [change(each) if isinstance(each, str) else each for each in value]
-    return change(value) if isinstance(value, str) else value
 
 
 def _below(text: str, folder: Any) -> str:
