@@ -246,12 +246,8 @@ def check_options(function: Function, options: Mapping[str, Any], given: Iterabl
         options: keywords from the configuration.
         given: names of the keywords that the run can give it.
     """
-    for name in options:
-        if not function.takes(name):
-            near = did_you_mean(name, function.keywords or (), what="it takes")
-            raise ValueError(f"{function.place} takes no '{name}'{near}")
-    known = (*given, *options)
-    for name in function.required:
-        if name not in known:
-            near = did_you_mean(name, known, what="it can take")
-            raise ValueError(f"{function.place} takes '{name}', which is not given and no option{near}")
+    keywords = {**function.select_keywords(dict.fromkeys(given)), **options}
+    try:
+        inspect.signature(function.call).bind(**keywords)
+    except TypeError as error:
+        raise ValueError(f"{function.place} does not fit: {error}") from None

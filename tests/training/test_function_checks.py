@@ -30,8 +30,8 @@ def faults(loss=None, optimizer=None):
         ({"function": "alone"}, "wanted (loss, metrics), metrics a dict"),
         ({"function": "taken_metric"}, "returned the metric 'grad_norm', whose name is taken"),
         ({"function": "broken"}, "raised NameError: name 'nothing' is not defined, at "),
-        ({"function": "misspelt"}, "takes 'mask', which is not given and no option"),
-        ({"function": "pull", "options": {"strenght": 2.0}}, "takes no 'strenght'; did you mean 'strength'?"),
+        ({"function": "misspelt"}, "argument: 'mask'"),
+        ({"function": "pull", "options": {"strenght": 2.0}}, "got an unexpected keyword argument 'strenght'"),
         ({"function": "with_reference"}, "takes 'ref_logprobs', which is None: set loss.beta above 0"),
         ({"function": "pull", "correction": {"name": "token_mask"}}, "takes no 'policy_weights', but there are some"),
     ],
@@ -119,10 +119,7 @@ def test_an_estimator_may_take_any_keyword(make_group):
 
 
 def test_token_rewards_are_for_estimators_of_tokens():
-    assert (
-        "takes 'token_rewards', which is not given"
-        in faults({"advantages": OWN + "of_tokens_alone"})["loss.advantages"]
-    )
+    assert "argument: 'token_rewards'" in faults({"advantages": OWN + "of_tokens_alone"})["loss.advantages"]
 
 
 def test_penalties_and_references_go_with_a_loss_of_ones_own():
@@ -144,10 +141,10 @@ def test_steps_take_any_function_of_rewards_and_groups():
         (
             {"function": OWN + "sign_descent", "options": {"stength": 1}},
             "optimizer.function",
-            "did you mean 'strength'?",
+            "keyword argument 'stength'",
         ),
         ({"options": {"epsilon": 1e-6}}, "optimizer", "cannot be used with these options"),
-        ({"schedule": OWN + "halving"}, "optimizer.schedule", "takes 'every', which is not given and no option"),
+        ({"schedule": OWN + "halving"}, "optimizer.schedule", "argument: 'every'"),
     ],
 )
 def test_an_optimizer_that_cannot_be_used_is_refused(optimizer, field, message):
