@@ -5,7 +5,7 @@ Factories receive the `Builder` and ask it for other components by their names i
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
 from datetime import datetime
 from enum import Enum
@@ -407,36 +407,24 @@ class Builder(ConfigBuilder):
         self.console.status(f"making {what}")
         try:
             with user_code():
-                generator = REGISTRY.find(base, config.type_name or "").load(what)(config, self)
-                instance = await anext(generator, _NOTHING)
+                component = asynccontextmanager(REGISTRY.find(base, config.type_name or "").load(what))(config, self)
+                instance = await component.__aenter__()
         except UserCodeError as failure:
             raise _failure(what, failure) from failure.error
         self.console.status("")
-        if instance is _NOTHING:
-            raise ComponentError(f"{what}: its factory yielded nothing")
-        self._closing.push_async_callback(self._close_logger if base is LoggerConfig else _close, what, generator)
+        self._closing.push_async_callback(self._close, what, component, is_logger=base is LoggerConfig)
         return instance
 
-    async def _close_logger(self, what: str, generator: Any) -> None:
+    async def _close(self, what: str, component: AbstractAsyncContextManager[Any], *, is_logger: bool) -> None:
+        """Run the code after the factory's `yield`."""
         try:
-            await _close(what, generator)
-        except ComponentError as error:  # a logger ends no run
-            self.console.message(str(error))
-
-
-_NOTHING = object()
-
-
-async def _close(what: str, generator: Any) -> None:
-    """Run the code after the factory's `yield`."""
-    try:
-        with user_code():
-            second = await anext(generator, _NOTHING)
-    except UserCodeError as failure:
-        raise ComponentError(f"{what}: closing it failed:\n{failure.tail}") from failure.error
-    if second is not _NOTHING:
-        await generator.aclose()
-        raise ComponentError(f"{what}: its factory yielded twice")
+            with user_code():
+                await component.__aexit__(None, None, None)
+        except UserCodeError as failure:
+            fault = f"{what}: closing it failed:\n{failure.tail}"
+            if not is_logger:  # which ends no run
+                raise ComponentError(fault) from failure.error
+            self.console.message(fault)
 
 
 KEPT_ERRORS = (ComponentError, ConfigError, DatasetError, DiskFull, ToolsUnsupportedError)
