@@ -11,7 +11,7 @@ SLICES = ("slice", "dynamic-slice", "gather")
 IN_PLACE = {"dynamic-update-slice": 1, "scatter": -1}
 """Instructions that write into their first operand, with the place of the operand that has the update."""
 
-LAZY = ("convert", "copy", "transpose")
+LAZY = ("convert", "copy", "transpose", "multiply")
 """Instructions that a fusion computes for those elements only that it needs."""
 
 

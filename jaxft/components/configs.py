@@ -106,6 +106,11 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         "each output channel; embedding, head, norms, routers, activations, keys and values stay in compute_dtype. "
         "null: compute_dtype.",
     )
+    quantize_head: bool = Field(
+        default=False,
+        description="With sampling_dtype: the head to sample with is of that type, too. If it is tied to the "
+        "embedding, it is a copy, and tokens are looked up in compute_dtype.",
+    )
     remat: Literal["auto", "none", "dots", "projections", "attention", "full", "least"] = Field(
         default="auto",
         description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
@@ -193,6 +198,8 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
                 raise config_error("has dtype int8, in which nothing can be trained: set lora, or dtype float32")
             if self.dtype == "int8" and self.sampling_dtype is not None:
                 raise config_error("has sampling_dtype, but with dtype int8 the base is in eight bits: leave it out")
+            if self.quantize_head and self.sampling_dtype is None:
+                raise config_error("has quantize_head, but no sampling_dtype: set that to int8 or fp8, or leave it out")
             return self
         if self.adapter is not None and self.every is not None:
             raise config_error("has 'every' beside 'adapter': adapters stay as they are, leave it out")

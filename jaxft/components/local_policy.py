@@ -80,10 +80,11 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
     device = compute_devices(None if mesh is None else Sharding(mesh))[0]
     dtype, compute_dtype = resolve_dtypes(config, device.platform)
     check_sampling_dtype(config, device)
-    of_sampler: dict[str, Any] = {"compute_dtype": compute_dtype, "sampling_dtype": config.sampling_dtype}
     options: dict[str, Any] = {
         "dtype": dtype,
-        **of_sampler,
+        "compute_dtype": compute_dtype,
+        "sampling_dtype": config.sampling_dtype,
+        "quantize_head": config.quantize_head,
         "remat": "dots" if config.remat == "auto" else config.remat,  # the adapter chooses
         "lora": lora_option(config.lora),
     }
@@ -98,9 +99,9 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
             params = jax.device_put(params, compute_devices(None)[0])
     sampler = None
     if sampler_mesh is not None and config.sampler_mesh is not None:
-        sampler = on_mesh(model, sampler_mesh, **of_sampler)
+        sampler = on_mesh(model, sampler_mesh, compute_dtype=compute_dtype)
     elif mesh is not None and spans_processes(model.sharding):
-        sampler = on_mesh(model, sampling_mesh(mesh), **of_sampler)
+        sampler = on_mesh(model, sampling_mesh(mesh), compute_dtype=compute_dtype)
     policy = Policy(
         model,
         params,

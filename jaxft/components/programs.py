@@ -259,6 +259,7 @@ def _model(run: PlannedRun, mesh: Mesh | AbstractMesh, platform: str) -> tuple[S
     options: dict[str, Any] = {
         "compute_dtype": resolve_dtypes(run.policy, platform)[1],
         "sampling_dtype": run.policy.sampling_dtype,
+        "quantize_head": run.policy.quantize_head,
     }
     sharding = sharding_for(run.model, mesh)
     model = decoder(run.model, run.remat, **options, lora=run.lora, sharding=sharding)

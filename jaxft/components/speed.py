@@ -50,7 +50,8 @@ class Speed:
         speed["train_mfu"] = flops / training / (chip.flops_per_second * len(devices))
         if steps:
             is_narrow = policy.model.sampling_dtype is not None or is_quantized(policy.weights.trained)
-            needed = decode_bytes(config, int(steps), int(seen), self._itemsize, in_eight_bits=is_narrow)
+            kinds = {"in_eight_bits": is_narrow, "narrow_head": policy.model.quantize_head}
+            needed = decode_bytes(config, int(steps), int(seen), self._itemsize, **kinds)
             bandwidth = chip.bytes_per_second * len(policy.sampling_devices)
             speed["decode_bandwidth_share"] = needed / sampling / bandwidth
         return speed

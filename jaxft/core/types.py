@@ -60,6 +60,7 @@ class Model(NamedTuple):
         num_experts: number of experts of each mixture; 0 for a dense model.
         sampling_dtype: kind of number of kernels in eight bits that `decode_layout` makes, so that the sampler's
             probabilities differ from the trainer's; None where it computes with the same weights.
+        quantize_head: the head of `decode_layout` is in eight bits, too.
         with_remat: `name -> Model`, the same model with another checkpoint policy, which decides the activations that
             the backward pass recomputes; None if there is only one.
     """
@@ -76,6 +77,7 @@ class Model(NamedTuple):
     logit_scale: float | None = None
     num_experts: int = 0
     sampling_dtype: str | None = None
+    quantize_head: bool = False
     with_remat: Callable[[Any], "Model"] | None = None
 
 

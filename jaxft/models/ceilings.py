@@ -172,18 +172,26 @@ def kv_bytes(config: DecoderConfig, itemsize: int) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
-def decode_bytes(config: DecoderConfig, steps: int, seen: int, itemsize: int, *, in_eight_bits: bool = False) -> int:
+def decode_bytes(
+    config: DecoderConfig,
+    steps: int,
+    seen: int,
+    itemsize: int,
+    *,
+    in_eight_bits: bool = False,
+    narrow_head: bool = False,
+) -> int:
     """Bytes that decoding reads at least: the weights in every step, and keys and values of the `seen` tokens of rows.
 
-    Layers with a window, which see fewer, do not count; pages that rows share count for each row. Head and routers are
-    never in eight bits, and rows are taken to ask for the same experts.
+    Layers with a window, which see fewer, do not count; pages that rows share count for each row. Routers are never in
+    eight bits, the head is by an option of its own, and rows are taken to ask for the same experts.
 
     >>> from jaxft.models.config import model_preset
     >>> decode_bytes(model_preset("qwen3-58m"), steps=2, seen=5, itemsize=4) == 4 * 2 * 41549824 + 5 * 16384
     True
     """
     whole = sum(kind.window is None for kind in config.kinds)
-    narrow = 0
+    narrow = head_weights(config) if narrow_head else 0
     for kind in config.kinds if in_eight_bits else ():
         shapes = projection_shapes(config, has_experts=kind.has_experts)
         narrow += sum(math.prod(shapes[path]) for path in shapes if is_quantizable((*path.split("/"), "kernel")))

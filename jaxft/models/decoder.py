@@ -28,7 +28,7 @@ from jaxft.models.layer_stack import CHOSEN, Remat, apply_layers, cut_layer, sta
 from jaxft.models.layers import GATE_UP, QKV, decoding_layer, look_up, make_norm, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, Leaves, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import EXPERTS_AXIS, LayerPages, init_pages, page_axis
-from jaxft.models.quantized import with_quantized_kernels
+from jaxft.models.quantized import quantize, with_quantized_kernels
 
 
 @cache
@@ -112,6 +112,7 @@ class Network(NamedTuple):
     remat: Remat
     compute_dtype: Any
     sampling_dtype: str | None
+    quantize_head: bool
     lora: LoraSpec | None
     sharding: Sharding | None
 
@@ -132,6 +133,7 @@ def decoder(
     *,
     compute_dtype: Any = None,
     sampling_dtype: str | None = None,
+    quantize_head: bool = False,
     lora: LoraSpec | None = None,
     sharding: Sharding | None = None,
 ) -> Model:
@@ -150,12 +152,15 @@ def decoder(
             are float32. None computes in the dtype of the parameters.
         sampling_dtype: "int8" or "fp8" to decode with kernels in eight bits, made of the parameters once per policy
             version (`jaxft.models.quantized`); None for the kernels themselves.
+        quantize_head: True to decode with a head in eight bits as well, beside the embedding if it is tied to it.
         lora: rank, scale and targets of adapters; None for a model without adapters.
         sharding: result of `sharding_for`, to compute on a mesh; None for one device.
     """
+    if quantize_head and sampling_dtype is None:
+        raise ValueError("quantize_head is true, but sampling_dtype is None; wanted int8 or fp8 there")
     # The dtype is normalised, so that equal models have one cache entry.
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-    return _model(Network(config, remat, dtype, sampling_dtype, lora, sharding))
+    return _model(Network(config, remat, dtype, sampling_dtype, quantize_head, lora, sharding))
 
 
 @cache
@@ -173,6 +178,7 @@ def _model(net: Network) -> Model:
         logit_scale=net.config.logit_scale if net.config.logit_soft_cap is None and net.remat != "least" else None,
         num_experts=net.config.num_experts,
         sampling_dtype=net.sampling_dtype,
+        quantize_head=net.quantize_head,
         with_remat=lambda remat: _model(net._replace(remat=remat)),
     )
 
@@ -303,8 +309,9 @@ def embed(net: Network, params: Params, tokens: Int[Array, "B T"], *, is_sampled
 
 def head(net: Network, params: Params) -> Params:
     """Return the parameters that `unembed` reads."""
-    name = "embed" if net.config.tie_word_embeddings else "lm_head"
-    return net.narrow({name: params.get(BASE, params)[name]})
+    base = params.get(BASE, params)
+    name = "lm_head" if "lm_head" in base else "embed"
+    return net.narrow({name: base[name]})
 
 
 def unembed(net: Network, params: Params, hidden: Float[Array, "*N D"]) -> Float[Array, "*N V"]:
@@ -341,6 +348,9 @@ def decode_layout(net: Network, params: Params) -> Params:
     """Return the parameters to decode with: in the dtype of products, layer by layer, projections joined."""
     if net.sampling_dtype is not None:  # of the parameters in full
         base = with_quantized_kernels(params.get(BASE, params), net.sampling_dtype, net.compute_dtype)
+        if net.quantize_head:
+            table = base["lm_head" if "lm_head" in base else "embed"]
+            base["lm_head"] = quantize(table.T, net.sampling_dtype, net.compute_dtype).T
         params = base if net.lora is None else {**params, BASE: base}
     # Adapters are merged in full before anything is rounded; without them the cast comes first, which costs less.
     params = net.narrow(params) if net.lora is None else merge_or_put_beside(net.lora, params)

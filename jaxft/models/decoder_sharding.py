@@ -13,7 +13,7 @@ from jaxft.models.decoder import parameter_shapes
 
 DECODER_RULES: Rules = (
     ("embed", ("tensor", "fsdp")),  # [V D]
-    ("lm_head", ("tensor", "fsdp")),  # [V D]
+    ("lm_head*", ("tensor", "fsdp")),  # [V D]
     ("router/kernel", ()),
     ("shared_expert_gate/kernel", ()),
     ("experts/down_proj/kernel*", ("expert", "tensor", "fsdp")),  # [E in out], stacked or of one layer

@@ -86,8 +86,11 @@ def product(x: Float[Array, "N D"], kernel: Float[Array, "D F"] | Quantized) -> 
     return scaled_product(x, kernel) if isinstance(kernel, Quantized) else matmul(x, kernel)
 
 
-def project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"]) -> Float[Array, "*N V"]:
-    """Return the logits `hidden @ head.T`, in float32 or wider."""
+def project_to_vocabulary(hidden: Float[Array, "*N D"], head: Float[Array, "V D"] | Quantized) -> Float[Array, "*N V"]:
+    """Return the logits `hidden @ head.T`, in float32 or wider, for a head that may be in eight bits."""
+    if isinstance(head, Quantized):
+        logits = project_to_vocabulary(hidden, head.values.astype(hidden.dtype))
+        return logits * head.scale[:, 0].astype(logits.dtype)
     flat = hidden.reshape(-1, hidden.shape[-1])
     is_narrow = flat.dtype.itemsize < 4
     logits = _logits_of_narrow(flat, head) if is_narrow else _logits(flat, head)

@@ -51,6 +51,7 @@ def init_model(
     dtype: Any = jnp.float32,
     compute_dtype: Any = None,
     sampling_dtype: str | None = None,
+    quantize_head: bool = False,
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
@@ -62,6 +63,7 @@ def init_model(
             are then in eight bits (`jaxft.models.quantized`), and the rest of it in `compute_dtype`.
         compute_dtype: dtype of products and activations; None for that of the parameters.
         sampling_dtype: "int8" or "fp8" to sample with kernels in eight bits; None for the parameters.
+        quantize_head: True to sample with a head in eight bits, too.
         remat: activations that the backward pass recomputes to save memory: none, all but products with weights and
             attention kernels (`dots`), all but attention and its projections (`projections`), all but attention kernels
             (`attention`), or whole layers (`full`).
@@ -77,7 +79,7 @@ def init_model(
     dtypes = _checked_dtypes(dtype, compute_dtype, lora)
     sharding = None if mesh is None else sharding_for(config, mesh)
     options: dict[str, Any] = {"compute_dtype": dtypes.compute, "sampling_dtype": sampling_dtype}
-    model = decoder(config, remat, **options, lora=lora_spec(lora), sharding=sharding)
+    model = decoder(config, remat, **options, quantize_head=quantize_head, lora=lora_spec(lora), sharding=sharding)
     return model, _add_adapters(model, _init_base(config, dtypes, sharding, key), lora, key)
 
 
@@ -94,6 +96,7 @@ def load_model(
     dtype: Any = jnp.float32,
     compute_dtype: Any = None,
     sampling_dtype: str | None = None,
+    quantize_head: bool = False,
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
@@ -108,7 +111,7 @@ def load_model(
 
     Args:
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
-        dtype, compute_dtype, sampling_dtype, remat, lora, mesh: as for `init_model`.
+        dtype, compute_dtype, sampling_dtype, quantize_head, remat, lora, mesh: as for `init_model`.
         context_tokens: tokens of the longest context, on which positions with LongRoPE depend, as of Phi-4-mini.
         ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. A folder of adapters
             names those of its base.
@@ -128,7 +131,7 @@ def load_model(
     tensors = file_tensors(config)
     sharding = None if mesh is None else sharding_for(config, mesh)
     options: dict[str, Any] = {"compute_dtype": dtypes.compute, "sampling_dtype": sampling_dtype}
-    model = decoder(config, remat, **options, lora=lora_spec(lora), sharding=sharding)
+    model = decoder(config, remat, **options, quantize_head=quantize_head, lora=lora_spec(lora), sharding=sharding)
     shapes, device = parameter_shapes(config), SingleDeviceSharding(jnp.zeros(()).device)
     places = jax.tree.map(lambda _: device, shapes) if sharding is None else sharding.shardings(shapes)
     file = gguf_file(folder)
@@ -169,18 +172,18 @@ def base_place(folder: str | os.PathLike[str]) -> str | Path:
     return place
 
 
-def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None, sampling_dtype: str | None = None) -> Model:
+def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None) -> Model:
     """Return the same model on another mesh.
 
     Args:
         model: result of `init_model` or `load_model`.
         mesh: the other mesh; None for one device.
-        compute_dtype, sampling_dtype: as for `init_model`.
+        compute_dtype: as for `init_model`.
     """
     assert isinstance(model.config, DecoderConfig) and isinstance(model.lora, LoraSpec | None)
     sharding = None if mesh is None else sharding_for(model.config, mesh)
-    options: dict[str, Any] = {"compute_dtype": compute_dtype, "sampling_dtype": sampling_dtype}
-    return decoder(model.config, **options, lora=model.lora, sharding=sharding)
+    options: dict[str, Any] = {"sampling_dtype": model.sampling_dtype, "quantize_head": model.quantize_head}
+    return decoder(model.config, compute_dtype=compute_dtype, **options, lora=model.lora, sharding=sharding)
 
 
 def base_model(model: Model) -> Model:

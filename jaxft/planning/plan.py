@@ -377,7 +377,8 @@ def _least_times(made: Plan, run: PlannedRun) -> Iterator[str]:
     itemsize = jnp.dtype(compute_dtype or dtype).itemsize
     is_narrow = run.policy.sampling_dtype is not None or dtype == "int8"
     asked = _asked_experts(run.model, run.policy.slots, made.mesh.get("expert", 1))
-    size = decode_bytes(asked, 1, 0, itemsize, in_eight_bits=is_narrow) // made.mesh["tensor"]
+    kinds = {"in_eight_bits": is_narrow, "narrow_head": run.policy.quantize_head}
+    size = decode_bytes(asked, 1, 0, itemsize, **kinds) // made.mesh["tensor"]
     empty, full = (moved / chip.bytes_per_second * 1e3 for moved in (size, size + made.memory["sampling"]))
     yield (
         f"{'sampling':<12} at least {empty:,.1f} ms for a token of each of {run.policy.slots} requests, by memory; "

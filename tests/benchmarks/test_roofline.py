@@ -69,9 +69,9 @@ def test_decode_by_hand():
     # With one slot there are four steps, and the arithmetic is the same.
     alone = decode(SMALL, 2, [1, 3], slots=1, itemsize=4)
     assert (alone.flops, alone.moved_bytes - phase.moved_bytes) == (phase.flops, 4 * 280)
-    # In eight bits: but for the head, the router and the two experts of a token.
-    narrow = decode_bytes(MIXTURE, steps=1, seen=0, itemsize=2, in_eight_bits=True)
-    assert narrow == 120 + 48 + 2 * (40 + 4 * 5 + 2 * 36)
+    # In eight bits: but for the router, and, unless it is asked for, the head.
+    narrow, narrowest = (decode_bytes(MIXTURE, 1, 0, 2, in_eight_bits=True, narrow_head=head) for head in (False, True))
+    assert (narrow, narrowest) == (120 + 48 + 2 * 36 + 2 * (40 + 4 * 5), 120 + 48 + 2 * 36 + 40 + 2 * 4 * 5)
 
 
 def test_score_and_update_by_hand():

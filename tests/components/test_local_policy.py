@@ -440,6 +440,11 @@ def configured(tmp_path, overrides=(), **llms):
             [("llms.policy.lora", "{}"), ("llms.policy.dtype", "int8"), ("llms.policy.sampling_dtype", "int8")],
             "llms.policy: has sampling_dtype, but with dtype int8 the base is in eight bits: leave it out",
         ),
+        (
+            {},
+            [("llms.policy.quantize_head", "true")],
+            "llms.policy: has quantize_head, but no sampling_dtype: set that",
+        ),
     ]
     + [
         (
@@ -454,6 +459,7 @@ def configured(tmp_path, overrides=(), **llms):
             ("dtype", "bfloat16"),
             ("compute_dtype", None),
             ("sampling_dtype", "int8"),
+            ("quantize_head", True),
             ("remat", "full"),
             ("mesh", {"data": 1}),
             ("lora", LORA),

@@ -1,5 +1,7 @@
 """Kernels in eight bits: rounding by hand, and a decoder that samples or trains adapters with them."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +23,8 @@ from jaxft.models.quantized import (
 )
 from tests.models.weights import random_params
 
-CONFIG, MIXTURE = model_preset("qwen3-50k"), model_preset("qwen3-176k-a47k")
-LORA = LoraSpec(4, 8.0)
+CONFIG, MIXTURE = model_preset("qwen3-50k"), replace(model_preset("qwen3-176k-a47k"), num_layers=1)
+UNTIED, LORA = replace(CONFIG, tie_word_embeddings=False), LoraSpec(4, 8.0)
 PARAMS, EXPERTS = random_params(CONFIG, LORA), random_params(MIXTURE, LORA)
 TOKENS = np.random.default_rng(9).integers(0, CONFIG.vocab_size, (2, 16), np.int32)
 POSITIONS = np.tile(np.arange(16, dtype=np.int32), (2, 1))
@@ -72,6 +74,10 @@ def computed():
             "full": sampled_logits(base),
             "int8": (sampled_logits(base, sampling_dtype="int8"), sampled_logits(wide["base"])),
             "fp8": (sampled_logits(base, sampling_dtype="fp8"), sampled_logits(rounded(base, "fp8"))),
+            "head": (
+                sampled_logits(base, sampling_dtype="int8", quantize_head=True),
+                sampled_logits(wide["base"] | {"lm_head": dequantized(quantize(base["embed"].T, "int8")).T}, UNTIED),
+            ),
             "adapters": (sampled_logits(params, sampling_dtype="int8", lora=LORA), sampled_logits(wide, lora=LORA)),
             "base in int8": (sampled_logits(int8, lora=LORA), sampled_logits(wide, lora=LORA)),
             "experts": (
@@ -109,11 +115,11 @@ def test_what_was_quantised_is_found_again(computed, kind):
     np.testing.assert_array_equal(once.values[is_finite], twice.values[is_finite])
 
 
-@pytest.mark.parametrize("case", ["int8", "fp8", "adapters", "base in int8", "experts"])
+@pytest.mark.parametrize("case", ["int8", "fp8", "head", "adapters", "base in int8", "experts"])
 def test_a_decoder_samples_as_with_the_rounded_kernels(computed, case):
     found, wanted = computed[case]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
-    if case in ("int8", "fp8"):
+    if case in ("int8", "fp8", "head"):
         assert np.abs(found - computed["full"]).max() > 1e-3
 
 
