@@ -218,7 +218,6 @@ def test_the_model_card_says_what_the_records_of_the_run_say(first_run, tmp_path
         "pipeline_tag": "text-generation",
         "tags": ["jaxft", "reinforcement-learning", "grpo"],
     }
-    about = json.loads((folder / "environment.json").read_text())
     first, last = (f"{row['reward_mean']:.4g} (epoch {row['epoch'] + 1})" for row in rows)
     best = max(rows, key=lambda row: row["reward_mean"])["epoch"]
     for line in (
@@ -230,7 +229,6 @@ def test_the_model_card_says_what_the_records_of_the_run_say(first_run, tmp_path
         f"| episodes | {sum(row['episodes'] for row in rows):.0f} |",
         "| updates | 2 |",
         "| seed | 0 |",
-        f"| software | python {about['versions']['python']}, jaxft {about['versions']['jaxft']}, ",
         f"| training | {first} | {(first, last)[best]} | {last} |",
         "as safetensors in float32",
     ):
