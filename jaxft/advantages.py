@@ -9,6 +9,7 @@ from jaxft.core.advantages import group_mean_advantages as group_mean_advantages
 from jaxft.core.advantages import leave_one_out_advantages as leave_one_out_advantages
 from jaxft.core.advantages import max_rl_advantages as max_rl_advantages
 from jaxft.core.advantages import normalize_then_sum as normalize_then_sum
+from jaxft.core.advantages import optimal_token_advantages as optimal_token_advantages
 from jaxft.core.advantages import outcome_rewards as outcome_rewards
 from jaxft.core.advantages import pass_at_k_advantages as pass_at_k_advantages
 from jaxft.core.advantages import reward_to_go as reward_to_go

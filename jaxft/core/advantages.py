@@ -384,6 +384,58 @@ def reward_to_go(token_rewards: GivenPerToken, completion_mask: Mask, *, gamma: 
     return _backwards(xp, step, (zeros, zeros), (token_rewards, completion_mask))
 
 
+def optimal_token_advantages(
+    returns: Float[np.ndarray, "B T"],
+    logprobs: Float[np.ndarray, "B T"],
+    sum_pi_squared: Float[np.ndarray, "B T"],
+    completion_mask: Bool[np.ndarray, "B T"],
+    group_ids: Int[np.ndarray, "B"],
+    *,
+    eps: float = 1e-8,
+) -> Float[np.ndarray, "B T"]:
+    """`G_t - sum_g(G_t W_t) / (sum_g W_t + eps)`: the baseline of each token of least variance (arXiv 2602.07078).
+
+    `W_t` is the sum up to token t of `1 - 2 pi + sum(pi^2)`, the squared gradient of a token's log-probability by its
+    logits. The t-th trained tokens of a group's rows are compared. Where a single row is left, its baseline is 0, as in
+    verl. A lone row, or a group whose returns are all equal, has advantage exactly 0.
+
+    Args:
+        returns: reward from each token on (`reward_to_go`).
+        logprobs: log-probability of each token.
+        sum_pi_squared: sum of the squared probabilities of all tokens of the vocabulary, in each token's place.
+        completion_mask: True on trained tokens.
+        group_ids: group of each row.
+
+    Raises:
+        ValueError: shapes that differ.
+
+    >>> mask, half = np.array([[True, False], [True, True]]), np.full((2, 2), 0.5)  # of two tokens: W is 0.5, then 1
+    >>> returns = np.array([[1.0, 0.0], [3.0, 4.0]])
+    >>> optimal_token_advantages(returns, np.log(half), half, mask, np.array([7, 7])).round(4)  # 2; none
+    array([[-1.,  0.],
+           [ 1.,  4.]])
+    """
+    scores = {"logprobs": logprobs, "sum_pi_squared": sum_pi_squared}
+    check_shapes("B T", returns=returns, completion_mask=completion_mask, **scores)
+    rows = np.nonzero(completion_mask)[0]
+    nth = rows, (np.cumsum(completion_mask, axis=1) - 1)[completion_mask]  # place among the trained tokens of the row
+    to_go, energy, is_there = np.zeros((3, *returns.shape))
+    to_go[nth], is_there[nth] = returns[completion_mask], 1.0
+    energy[nth] = (1.0 - 2.0 * np.exp(logprobs) + sum_pi_squared)[completion_mask]
+    weights, found = np.cumsum(energy, axis=1) * is_there, np.zeros(returns.shape)
+    for group in np.unique(group_ids[rows]):
+        members = np.flatnonzero((group_ids == group) & completion_mask.any(axis=1))
+        own = to_go[members][is_there[members] > 0]
+        if len(members) == 1 or np.ptp(own) <= EQUAL_REWARDS * max(np.abs(own).max(), 1.0):
+            continue
+        shared = is_there[members].sum(axis=0) > 1
+        baselines = (to_go[members] * weights[members]).sum(axis=0) / (weights[members].sum(axis=0) + eps)
+        found[members] = to_go[members] - np.where(shared, baselines, 0.0)
+    advantages = np.zeros(returns.shape)
+    advantages[completion_mask] = found[nth]
+    return advantages
+
+
 def gae(
     token_rewards: GivenPerToken,
     values: GivenPerToken,

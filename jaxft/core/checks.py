@@ -96,6 +96,8 @@ def as_batch(batch: Batch) -> Batch:
     batch = Batch(**{name: as_array(f"batch.{name}", x) for name, x in batch._asdict().items()})  # Branches stay
     check_batch_shapes(batch)
     check_mask("batch.completion_mask", batch.completion_mask)
+    if batch.observation_mask is not None:
+        check_mask("batch.observation_mask", batch.observation_mask)
     if not jnp.issubdtype(batch.tokens.dtype, jnp.integer):
         raise ValueError(f"batch.tokens holds {batch.tokens.dtype}; wanted integers, the token ids")
     return batch

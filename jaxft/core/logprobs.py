@@ -85,6 +85,7 @@ def token_logprobs(
     teacher_hidden: Float[Array, "B T E"] | None = None,
     supports: UInt32[Array, "B T W"] | None = None,
     completion_mask: Bool[Array, "B T"] | None = None,
+    with_sum_pi_squared: bool = False,
     branches: Branches | None = None,
     targets: Int[Array, "B T"] | None = None,
     experts: UInt[Array, "B T L k"] | None = None,
@@ -112,6 +113,7 @@ def token_logprobs(
             probabilities and entropy are taken. The divergence from a teacher is over the whole vocabulary.
         completion_mask: True for the tokens to score, which come first into the chunks, so that chunks without any are
             skipped; the scores of others are 0, without a gradient. None for all.
+        with_sum_pi_squared: True to compute the sum of squared probabilities, too, by a second pass of the head.
         branches: columns of rows whose sequences share a prefix; the first token of each branch is predicted by the
             last one of the prefix. None for others.
         targets: tokens to score in the place of `tokens`, each given `tokens[b, :t]`; None for `tokens`.
@@ -177,6 +179,12 @@ def token_logprobs(
 
     values = None if next_values is None else shifted(previous(next_values, branches))
     scores = Scored(shifted(logprobs), shifted(entropy), values, next_values, routers=routers)
+    if with_sum_pi_squared:  # log sum(p^2) = 2 log p_y - log q_y for any y, as q is p^2, normalised
+        scored[2] = scaling_temperature(temperature[:, 1:]) / 2
+        of_half = _score(model, None, False, chunk_tokens, params, None, *options, *scored[:3])[0]
+        squares = jax.lax.stop_gradient(jnp.exp(2.0 * logprobs - of_half))
+        is_scored = True if completion_mask is None else completion_mask
+        scores = scores._replace(sum_pi_squared=jnp.where(is_scored, shifted(squares), 0.0))
     found: dict[str, Any] = {"overflows" if teacher is None else "divergence": shifted(x) for x in others}
     return scores._replace(**found)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxft.core.checks import as_array, check_mask, check_shapes
 from jaxft.core.reductions import aggregate, count_tokens, row_sums, token_mean
-from jaxft.core.surrogates import MAX_LOG_RATIO, SURROGATES, SurrogateInputs, one_sided_clip
+from jaxft.core.surrogates import MAX_LOG_RATIO, SURROGATES, Bound, SurrogateInputs, one_sided_clip
 from jaxft.core.types import Denominators
 
 Aggregation = Literal["seq_mean_token_mean", "token_mean", "constant"]
@@ -42,6 +42,8 @@ PRESETS: Mapping[str, Preset] = {
     "dppo_tv": Preset("mask_tv", "token_mean", 0.2, 0.2),  # arXiv 2602.04879; clips of probabilities
     "dppo_kl": Preset("mask_kl", "token_mean", 0.05, 0.05),  # the same; clips of a divergence in nats
     "sapo": Preset("gate", "seq_mean_token_mean", 0.0, 0.0),  # arXiv 2511.20347
+    "clip_cov": Preset("clip_selected", "token_mean", 0.2, 0.2),  # arXiv 2505.22617
+    "kl_cov": Preset("hold_selected", "token_mean", 0.0, 0.0),  # the same
     "gmpo": Preset("geometric", "seq_mean_token_mean", 0.4, 0.4, "sequence"),  # arXiv 2507.20673; clips of log-ratios
 }
 
@@ -55,22 +57,24 @@ def policy_loss(
     loss: str = "grpo",
     importance_level: str | None = None,
     aggregation: str | None = None,
-    clip_low: float | None = None,
-    clip_high: float | None = None,
+    clip_low: Bound | None = None,
+    clip_high: Bound | None = None,
     delta: float | None = None,
-    beta: float = 0.0,
+    beta: Bound = 0.0,
     kl: str = "k3_ratio",
     ref_logprobs: Float[Array, "B T"] | None = None,
     max_completion_tokens: int | None = None,
     policy_weights: Float[Array, "B T"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
+    selected: Bool[Array, "B T"] | None = None,
+    cov_kl_coef: float = 0.1,
     denominators: Denominators | None = None,
 ) -> tuple[Float[Array, ""], Metrics]:
     """Return the policy loss of a batch and its metrics.
 
     The loss is averaged over the trajectories' token means (grpo, gspo, sapo, gmpo), over all trained tokens (dapo,
-    cispo, ppo, reinforce, dppo), or over trajectories times `max_completion_tokens` (dr_grpo);
+    cispo, ppo, reinforce, dppo, clip_cov, kl_cov), or over trajectories times `max_completion_tokens` (dr_grpo);
     trajectories without a trained token are in no denominator.
 
     Args:
@@ -85,6 +89,7 @@ def policy_loss(
             token keeps its own advantage and weight, packed or padded.
         clip_low, clip_high: the ratio is clipped to `[1 - clip_low, 1 + clip_high]`; for cispo to
             `[clip_low, clip_high]`, for dppo both bound the change of a token's distribution, for gmpo its log-ratio.
+            One for all tokens, or a table `[B T]`, as for `beta`.
         delta: dual clip, an upper bound `-delta A` on the loss where `A < 0` (arXiv 1912.09729).
         beta: weight of the KL to the reference, added per token and averaged like the policy term.
         kl: estimator of the KL, see `kl_penalty`. `k3_trl` is multiplied by `s` itself at sequence level.
@@ -93,6 +98,9 @@ def policy_loss(
         segment_ids: packed sequence that a token belongs to; `advantages` are then per token.
         trajectory_tokens: number of trained tokens of the token's whole trajectory, so that a trajectory of several
             rows counts once. Ratios stay those of rows. None: every row is a trajectory.
+        selected: tokens of large covariance (`select_tokens`), which clip_cov and kl_cov need: the first leaves them
+            out of the sum, the second adds a penalty.
+        cov_kl_coef: weight of that penalty, `|log r|`.
         denominators: counts of the whole batch, when these rows are a microbatch of it.
 
     Returns:
@@ -125,10 +133,11 @@ def policy_loss(
         "policy_weights": policy_weights,
         "segment_ids": segment_ids,
         "trajectory_tokens": trajectory_tokens,
+        "selected": selected,
     }
     advantages, tables = as_array("advantages", advantages), {name: as_array(name, x) for name, x in given.items()}
     logprobs, old_logprobs, completion_mask, *others = tables.values()
-    ref_logprobs, policy_weights, segment_ids, trajectory_tokens = others
+    ref_logprobs, policy_weights, segment_ids, trajectory_tokens, selected = others
     _check_knobs(preset.surrogate, loss, importance_level, delta, clip_high, beta, kl, old_logprobs is not None)
     _check_inputs(tables, advantages, beta)
 
@@ -150,7 +159,7 @@ def policy_loss(
     ratio = jnp.exp(jnp.clip(importance, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # [B T]
 
     shared = ratio, log_ratio, logprobs, old_logprobs, per_token_advantages, mask
-    inputs = SurrogateInputs(*shared, clip_low, clip_high, delta)
+    inputs = SurrogateInputs(*shared, clip_low, clip_high, delta, selected, cov_kl_coef)
     surrogate = SURROGATES[preset.surrogate]
     policy_term = surrogate.loss(inputs)
     if policy_weights is not None:
@@ -163,12 +172,12 @@ def policy_loss(
 
     value = reduced(policy_term)
     metrics = {"policy_loss": value}
-    if beta:
+    if jnp.ndim(beta) or beta:
         assert ref_logprobs is not None
         rho = jnp.where(mask, ref_logprobs - logprobs, 0.0)
         undetached_ratio = jnp.exp(jnp.clip(of_whole_row, -MAX_LOG_RATIO, MAX_LOG_RATIO))
         penalty = kl_penalty(kl, rho, log_ratio, undetached_ratio)
-        value = value + beta * reduced(penalty)
+        value = value + (reduced(beta * penalty) if jnp.ndim(beta) else beta * reduced(penalty))
         metrics["kl"] = token_mean(k3(rho), mask, denominators)
         metrics["kl_clamped_fraction"] = token_mean(jnp.abs(rho) > MAX_LOG_RATIO, mask, denominators)
     outside_low, outside_high = surrogate.clipped(inputs)
@@ -233,8 +242,8 @@ def _check_knobs(
     loss: str,
     importance_level: str,
     delta: float | None,
-    clip_high: float,
-    beta: float,
+    clip_high: Bound,
+    beta: Bound,
     kl: str,
     has_old: bool,
 ) -> None:
@@ -242,9 +251,9 @@ def _check_knobs(
         raise ValueError(f"importance_level is {importance_level!r}; wanted token or sequence")
     if delta is not None and surrogate != "clip":
         raise ValueError(f"delta is {delta}, but {loss!r} has no clipped surrogate to bound; leave delta None")
-    if delta is not None and delta <= 1.0 + clip_high:
+    if delta is not None and not jnp.ndim(clip_high) and delta <= 1.0 + clip_high:
         raise ValueError(f"delta is {delta}; wanted more than 1 + clip_high = {1.0 + clip_high}")
-    if beta < 0:
+    if not jnp.ndim(beta) and beta < 0:
         raise ValueError(f"beta is {beta}; wanted at least 0")
     zero = jnp.zeros((1, 1))
     kl_penalty(kl, zero, zero, zero)  # raises for an unknown kind, even if beta is 0
@@ -254,13 +263,15 @@ def _check_knobs(
         raise ValueError("'reinforce' has no ratio and so allows one update per rollout; pass old_logprobs=None")
 
 
-def _check_inputs(tables: Mapping[str, Any], advantages: Array, beta: float) -> None:
-    if beta and tables["ref_logprobs"] is None:
+def _check_inputs(tables: Mapping[str, Any], advantages: Array, beta: Bound) -> None:
+    if (jnp.ndim(beta) or beta) and tables["ref_logprobs"] is None:
         raise ValueError(
             f"beta is {beta}, but ref_logprobs is None; give the reference's log-probabilities or set beta to 0"
         )
     check_shapes("B T", **tables)
-    check_mask("completion_mask", tables["completion_mask"])
+    for name in ("completion_mask", "selected"):
+        if tables[name] is not None:
+            check_mask(name, tables[name])
     shape, is_packed = tables["logprobs"].shape, tables["segment_ids"] is not None
     if advantages.shape != shape and (is_packed or advantages.shape != shape[:1]):
         wanted = shape if is_packed else f"{shape[:1]} or {shape}"

@@ -67,6 +67,9 @@ class PolicyLoss(Protocol):
         ...
 
 
+EXTRA_TABLES = ("selected", "clip_low", "clip_high", "beta")
+"""Fields of a batch that a loss gets only if they are there."""
+
 PPO_LOSS: PolicyLoss = partial(policy_loss, loss="ppo")
 
 CorrectionFn = Callable[..., Correction]
@@ -81,6 +84,7 @@ def grpo_loss(
     *,
     loss: PolicyLoss = policy_loss,
     entropy_coef: float = 0.0,
+    observation_coef: float = 0.0,
     router_aux_loss_coef: float = 0.0,
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
@@ -97,6 +101,8 @@ def grpo_loss(
         denominators: counts of the whole batch, when `batch` is a microbatch of it.
         loss: `policy_loss` with its options bound, such as `partial(policy_loss, loss="dapo", clip_high=0.3)`.
         entropy_coef: weight of the entropy bonus, the mean entropy of all trained tokens in nats (arXiv 1602.01783).
+        observation_coef: weight of the mean negative log-probability, at temperature 1, of the tokens in the results of
+            tools (ECHO, arXiv 2605.24517); needs `batch.observation_mask`.
         router_aux_loss_coef: weight of the auxiliary loss of routers, the metric `router_balance`; needs
             `batch.experts`.
         correction: function that weights the policy term, such as `partial(sampler_correction, kind="token_truncate")`;
@@ -128,7 +134,7 @@ def grpo_loss(
         model, policy, batch, entropy_gradient=entropy_gradient, teacher=teacher, teacher_params=teacher_params
     )
     counted = count_tokens(*batch.counted, num_experts=model.num_experts) if denominators is None else denominators
-    options = entropy_coef, router_aux_loss_coef, correction, max_sampler_diff
+    options = entropy_coef, observation_coef, router_aux_loss_coef, correction, max_sampler_diff
     value, metrics = _policy_terms(loss, scored, batch, counted, *options)
     if scored.divergence is not None:
         taught = batch.completion_mask
@@ -149,6 +155,7 @@ def ppo_loss(
     value_coef: float = 0.5,
     value_clip: float | None = 0.2,
     entropy_coef: float = 0.0,
+    observation_coef: float = 0.0,
     router_aux_loss_coef: float = 0.0,
     correction: CorrectionFn | None = None,
     max_sampler_diff: float | None = None,
@@ -164,6 +171,7 @@ def ppo_loss(
         value_coef: weight of the value loss.
         value_clip: maximum change of a value from `old_values` before its error is clipped; None: no clipping.
         entropy_coef: as in `grpo_loss`.
+        observation_coef: as in `grpo_loss`.
         router_aux_loss_coef: as in `grpo_loss`.
         correction: as in `grpo_loss`.
         max_sampler_diff: as in `grpo_loss`.
@@ -188,7 +196,7 @@ def ppo_loss(
         model, params["policy"], batch, value_head=params["value_head"], entropy_gradient=entropy_coef != 0
     )
     counted = count_tokens(*batch.counted, num_experts=model.num_experts) if denominators is None else denominators
-    options = entropy_coef, router_aux_loss_coef, correction, max_sampler_diff
+    options = entropy_coef, observation_coef, router_aux_loss_coef, correction, max_sampler_diff
     value, metrics = _policy_terms(loss, scored, batch, counted, *options)
     assert scored.values is not None
     error, value_metrics = value_loss(
@@ -342,12 +350,21 @@ def router_metrics(found: RouterScores, denominators: Denominators) -> Metrics:
     }
 
 
+def _observation_loss(scored: Scored, batch: Batch, denominators: Denominators) -> Float[Array, ""]:
+    if batch.observation_mask is None or denominators.observations is None:
+        which = "batch.observation_mask" if batch.observation_mask is None else "denominators.observations"
+        raise ValueError(f"{which} is None; observation_coef needs a mask of the results of tools, and their count")
+    counted = denominators._replace(tokens=denominators.observations)
+    return token_mean(-scored.logprobs, batch.observation_mask, counted)
+
+
 def _policy_terms(
     loss_fn: PolicyLoss,
     scored: Scored,
     batch: Batch,
     denominators: Denominators,
     entropy_coef: float,
+    observation_coef: float,
     router_aux_loss_coef: float,
     correction: CorrectionFn | None,
     max_sampler_diff: float | None,
@@ -382,10 +399,14 @@ def _policy_terms(
         segment_ids=batch.segment_ids,
         trajectory_tokens=batch.trajectory_tokens,
         denominators=denominators,
+        **{name: table for name in EXTRA_TABLES if (table := batch._asdict()[name]) is not None},
     )
     of_scores = _score_metrics(scored, mask, denominators)
     if entropy_coef:
         value = value - entropy_coef * of_scores["entropy"]
+    if observation_coef:
+        of_scores["observation_loss"] = _observation_loss(scored, batch, denominators)
+        value = value + observation_coef * of_scores["observation_loss"]
     if router_aux_loss_coef:
         if scored.routers is None:
             raise ValueError("batch.experts is None; router_aux_loss_coef needs the experts of every token")
@@ -412,10 +433,11 @@ def score_batch(
     entropy_gradient: bool = False,
     teacher: Teacher | None = None,
     teacher_params: Params | None = None,
+    with_sum_pi_squared: bool = False,
 ) -> Scored:
     """Return log-probabilities and entropies of a batch's trained tokens, at the temperatures they were sampled with.
 
-    Scores of others are 0.
+    Tokens of `observation_mask` are scored, too, at temperature 1. Scores of all others are 0.
 
     Raises:
         ValueError: a field of the batch has another shape than its tokens.
@@ -428,11 +450,14 @@ def score_batch(
     [[ 0.     -0.6931]]
     """
     batch = as_batch(batch)
+    mask, temperature = batch.completion_mask, 1.0 if batch.temperatures is None else batch.temperatures
+    if batch.observation_mask is not None:
+        mask, temperature = mask | batch.observation_mask, jnp.where(batch.observation_mask, 1.0, temperature)
     return token_logprobs(
         model,
         params,
         batch.tokens,
-        temperature=1.0 if batch.temperatures is None else batch.temperatures,
+        temperature=temperature,
         positions=batch.positions,
         segment_ids=batch.segment_ids,
         value_head=value_head,
@@ -441,7 +466,8 @@ def score_batch(
         teacher_params=teacher_params,
         teacher_hidden=batch.teacher_hidden,
         supports=batch.supports,
-        completion_mask=batch.completion_mask,
+        completion_mask=mask,
+        with_sum_pi_squared=with_sum_pi_squared,
         branches=batch.branches,
         targets=batch.targets,
         experts=batch.experts,

@@ -31,22 +31,24 @@ def count_tokens(
     completion_mask: Bool[Array, "B T"],
     segment_ids: Int[Array, "B T"] | None = None,
     trajectory_tokens: Float[Array, "B T"] | None = None,
+    observation_mask: Bool[Array, "B T"] | None = None,
     experts: UInt[Array, "B T L k"] | None = None,
     *,
     num_experts: int = 0,
 ) -> Denominators:
     """Count rows (segments) with a trained token, trained tokens, pairs of rows that both have one, and trajectories.
 
-    Tokens of each of `num_experts` experts are counted, too, where these are replayed.
+    Tokens of the results of tools are counted, too, where there is a mask of them, and those of each of `num_experts`
+    experts, where these are replayed.
 
     Counts of microbatches add up to those of the batch. A microbatch with some rows of a trajectory counts the
     fraction of its trained tokens in them; without `trajectory_tokens` every row is a trajectory.
 
     >>> print(*count_tokens(jnp.array([[True, True], [False, False], [True, False], [True, False]])))
-    3.0 4.0 1.0 3.0 None None
+    3.0 4.0 1.0 3.0 None None None
     >>> rows = jnp.array([[True, True], [True, False]])  # of one trajectory
     >>> print(*count_tokens(rows, trajectory_tokens=jnp.full((2, 2), 3.0)))
-    2.0 3.0 1.0 1.0 None None
+    2.0 3.0 1.0 1.0 None None None
     """
     trained = completion_mask.any(axis=1)
     of_rows = _reduced_rows(completion_mask.astype(jnp.float32), segment_ids, "sum")
@@ -56,10 +58,12 @@ def count_tokens(
         trajectories = (of_rows / jnp.maximum(of_trajectories, 1.0)).sum()
     halves = len(trained) // 2 * 2
     pairs = (trained[:halves:2] & trained[1:halves:2]).sum()
-    counts = Denominators(rows, completion_mask.sum(), pairs, trajectories)
+    seen = None if observation_mask is None else observation_mask.sum()
+    counts = Denominators(rows, completion_mask.sum(), pairs, trajectories, seen)
     if experts is not None:
-        is_of_expert = (experts[..., None] == 1 + jnp.arange(num_experts)) & completion_mask[..., None, None, None]
-        routed = completion_mask & (experts[:, :, 0, 0] > 0)
+        scored = completion_mask if observation_mask is None else completion_mask | observation_mask
+        is_of_expert = (experts[..., None] == 1 + jnp.arange(num_experts)) & scored[..., None, None, None]
+        routed = scored & (experts[:, :, 0, 0] > 0)
         counts = counts._replace(routed=routed.sum(), expert_tokens=is_of_expert.sum((0, 1, 3)))
     return jax.tree.map(lambda count: count.astype(jnp.float32), counts)
 

@@ -1,15 +1,19 @@
 """Surrogates: the loss of each token by its ratio and advantage, and the tokens whose gradient their clip takes away.
 
+`select_tokens` chooses the few tokens of a whole batch that `clip_cov` and `kl_cov` treat in another way.
+
 A row of `SURROGATES` is a pair of functions of `SurrogateInputs`; `jaxft.core.losses` composes them with weights, KL
 and averages. Letters: `B` rows, `T` tokens.
 """
 
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 MAX_LOG_RATIO = 20.0
@@ -17,6 +21,13 @@ MAX_LOG_RATIO = 20.0
 
 MAX_WEIGHT = 20.0
 """Largest ratio that weights a token of DPPO: verl's, unless its `clip_ratio_c` is set (arXiv 2602.04879 sec. 5.4)."""
+
+COVARIANCE_BOUNDS = (1.0, 5.0)
+"""Covariances, in nats, between which Clip-Cov draws tokens (arXiv 2505.22617; verl's defaults)."""
+
+
+Bound = float | Float[Array, "B T"]
+"""A clip: one for all tokens, or a table with one for each."""
 
 
 class SurrogateInputs(NamedTuple):
@@ -28,16 +39,55 @@ class SurrogateInputs(NamedTuple):
     old_logprobs: Float[Array, "B T"]
     advantages: Float[Array, "B #T"]
     mask: Bool[Array, "B T"]
-    clip_low: float
-    clip_high: float
+    clip_low: Bound
+    clip_high: Bound
     delta: float | None
+    selected: Bool[Array, "B T"] | None
+    cov_kl_coef: float
+
+
+def token_covariances(logprobs: Float[np.ndarray, "N"], advantages: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """Return `(log pi - mean)(A - mean)` of each trained token of a batch (arXiv 2505.22617).
+
+    Their mean is the covariance by which a step of the policy gradient lowers the entropy.
+
+    >>> token_covariances(np.array([-1.0, -3.0]), np.array([2.0, 0.0])).tolist()
+    [1.0, 1.0]
+    """
+    if not len(logprobs):
+        return np.zeros(0)
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+def select_tokens(
+    covariances: Float[np.ndarray, "N"], *, loss: str, fraction: float, draw: random.Random
+) -> Bool[np.ndarray, "N"]:
+    """Return True for `fraction` of the tokens, at least one, by their covariance (arXiv 2505.22617).
+
+    `clip_cov` draws among those within `COVARIANCE_BOUNDS`, `kl_cov` takes the largest. None is selected that does not
+    qualify: without a spread of advantages all covariances are 0.
+
+    >>> covariances = np.array([0.5, 7.0, 2.0, -1.0])
+    >>> options = {"fraction": 0.25, "draw": random.Random(0)}
+    >>> [np.flatnonzero(select_tokens(covariances, loss=loss, **options)).tolist() for loss in ("clip_cov", "kl_cov")]
+    [[2], [1]]
+    """
+    count, selected = max(1, int(fraction * len(covariances))), np.zeros(len(covariances), bool)
+    if loss == "clip_cov":
+        low, high = COVARIANCE_BOUNDS
+        candidates = np.flatnonzero((covariances > low) & (covariances < high)).tolist()
+        selected[draw.sample(candidates, min(count, len(candidates)))] = True
+    else:
+        largest = np.argsort(-covariances, kind="stable")[:count]
+        selected[largest] = covariances[largest] > 0
+    return selected
 
 
 def clipped_surrogate(
     ratio: Float[Array, "B #T"],
     advantages: Float[Array, "B #T"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: Bound,
+    clip_high: Bound,
     delta: float | None = None,
 ) -> Float[Array, "B #S"]:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` per token (PPO, arXiv 1707.06347 eq. 7); optional dual clip.
@@ -70,7 +120,7 @@ def gated_surrogate(
 
 
 def one_sided_clip(
-    log_ratio: Float[Array, "B T"], advantages: Float[Array, "B #T"], clip_low: float, clip_high: float
+    log_ratio: Float[Array, "B T"], advantages: Float[Array, "B #T"], clip_low: Bound, clip_high: Bound
 ) -> Float[Array, "B T"]:
     """Clip log-ratios at `clip_high` where `A > 0` and at `-clip_low` elsewhere (GMPO, arXiv 2507.20673).
 
@@ -116,6 +166,17 @@ def _clipped(inputs: SurrogateInputs) -> Float[Array, "B #T"]:
     return clipped_surrogate(inputs.ratio, inputs.advantages, inputs.clip_low, inputs.clip_high, inputs.delta)
 
 
+def _selected(inputs: SurrogateInputs) -> Bool[Array, "B T"]:
+    if inputs.selected is None:
+        raise ValueError("selected is None; clip_cov and kl_cov need it: True for the tokens of select_tokens")
+    return inputs.selected
+
+
+def _held_near(inputs: SurrogateInputs) -> Float[Array, "B T"]:
+    penalty = inputs.cov_kl_coef * jnp.abs(inputs.log_ratio)
+    return -inputs.ratio * inputs.advantages + jnp.where(_selected(inputs), penalty, 0.0)
+
+
 def _divergence_masked(inputs: SurrogateInputs, kind: str) -> Float[Array, "B T"]:
     low, high = _masked_by_divergence(inputs, kind)
     return _weighted_logprobs(inputs, jnp.where(low | high, 0.0, jnp.minimum(inputs.ratio, MAX_WEIGHT)))
@@ -144,6 +205,8 @@ class Surrogate(NamedTuple):
 
 SURROGATES: Mapping[str, Surrogate] = {
     "clip": Surrogate(_clipped, _outside_clip),
+    "clip_selected": Surrogate(lambda inputs: jnp.where(_selected(inputs), 0.0, _clipped(inputs)), _outside_clip),
+    "hold_selected": Surrogate(_held_near, _outside_nothing),
     "cap": Surrogate(
         lambda inputs: _weighted_logprobs(inputs, jnp.clip(inputs.ratio, inputs.clip_low, inputs.clip_high)),
         lambda inputs: (inputs.ratio < inputs.clip_low, inputs.ratio > inputs.clip_high),

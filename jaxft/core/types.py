@@ -102,7 +102,7 @@ class Scored(NamedTuple):
     `next_values[b, t]` is the value of `tokens[b, :t + 1]`, also for the last token of a row or segment.
     `divergence` is that of the token's whole distribution from a teacher's; None without a teacher.
     `overflows` is 1 for tokens on whose account the head's logits were computed twice; None unless the scores are those
-    of `fused_token_logprobs`.
+    of `fused_token_logprobs`. `sum_pi_squared` is the sum of the squared probabilities of the vocabulary, if asked for.
     `routers` are sums over the scored tokens that have replayed experts; None where none are replayed.
     """
 
@@ -112,6 +112,7 @@ class Scored(NamedTuple):
     next_values: Float[Array, "B T"] | None = None
     divergence: Float[Array, "B T"] | None = None
     overflows: Float[Array, "B T"] | None = None
+    sum_pi_squared: Float[Array, "B T"] | None = None
     routers: RouterScores | None = None
 
 
@@ -123,6 +124,7 @@ class Denominators(NamedTuple):
         tokens: trained tokens.
         pairs: pairs of rows `2 i` and `2 i + 1` that both have a trained token; for losses on pairs.
         trajectories: trajectories with at least one trained token; None where every row is a trajectory.
+        observations: tokens of the results of tools; None for batches that do not tell these apart.
         routed: scored tokens that have replayed experts; None where none are replayed.
         expert_tokens: number of these that each expert has, in each of `L` layers with experts.
     """
@@ -131,6 +133,7 @@ class Denominators(NamedTuple):
     tokens: Float[Array, ""]
     pairs: Float[Array, ""] | None = None
     trajectories: Float[Array, ""] | None = None
+    observations: Float[Array, ""] | None = None
     routed: Float[Array, ""] | None = None
     expert_tokens: Float[Array, "L E"] | None = None
 
@@ -170,6 +173,9 @@ class Batch(NamedTuple):
     and have one id, which no other sequence of the row has.
     `trajectory_tokens` is, for each token, the number of trained tokens that its trajectory has in the whole update, so
     that a trajectory counts once however many sequences it has. None: each sequence is a trajectory.
+    `observation_mask` is True for tokens of the results of tools, none of which the policy chose.
+    `selected` is True for the tokens that clip_cov and kl_cov treat in another way (`select_tokens`).
+    `clip_low`, `clip_high` and `beta` are options of the loss by token, in the place of those that are bound to it.
     `supports` are the tokens that each token could be drawn from, over which probabilities are taken (`pack_bits`).
     With `branches` the sequences of a row share their first tokens, which are in the row once.
     `teacher_hidden` is the hidden state of a teacher that reads another prompt, before it is given the token, of which
@@ -193,6 +199,11 @@ class Batch(NamedTuple):
     positions: Int[Array, "B T"] | None = None
     segment_ids: Int[Array, "B T"] | None = None
     trajectory_tokens: Float[Array, "B T"] | None = None
+    selected: Bool[Array, "B T"] | None = None
+    observation_mask: Bool[Array, "B T"] | None = None
+    clip_low: Float[Array, "B T"] | None = None
+    clip_high: Float[Array, "B T"] | None = None
+    beta: Float[Array, "B T"] | None = None
     supports: UInt32[Array, "B T W"] | None = None
     branches: Branches | None = None
     teacher_hidden: Float[Array, "B T E"] | None = None
@@ -202,7 +213,7 @@ class Batch(NamedTuple):
     @property
     def counted(self) -> tuple[Any, ...]:
         """Arguments of `count_tokens`."""
-        return self.completion_mask, self.segment_ids, self.trajectory_tokens, self.experts
+        return self.completion_mask, self.segment_ids, self.trajectory_tokens, self.observation_mask, self.experts
 
 
 class FinishReason(enum.IntEnum):

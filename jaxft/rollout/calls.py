@@ -29,12 +29,14 @@ class Prompt(NamedTuple):
             that was left out before it was tokenised the number is estimated from the bytes per token of the rest.
         is_retokenized: True if the conversation begins with the messages of an earlier call, but the chat template or
             the agent changed what followed, so that all text was tokenised again.
+        observations: places in `ids` of the results of tools behind the call that it continues.
     """
 
     text: str
     ids: tuple[int, ...]
     truncated_tokens: int = 0
     is_retokenized: bool = False
+    observations: tuple[int, ...] = ()
 
 
 SUPPORTS = 256
@@ -343,6 +345,7 @@ def logprobs_with_record(call: Call, text_of_token: Callable[[int], str]) -> dic
             "finish_reason": completion.finish_reason,
             "content": call.content,
             "prompt_ids": list(call.prompt_ids),
+            "observations": list(call.prompt.observations),
             "index": call.index,
             "llm": call.llm,
             "temperature": call.temperature,
@@ -382,6 +385,6 @@ def recorded_call(logprobs: Any) -> Call | None:
         return None
     per_token: dict[str, Any] = {name: list(record.get(name, ())) for name in (*PER_TOKEN, "experts")}
     completion = Completion(**per_token, finish_reason=record["finish_reason"])
-    prompt = Prompt("", tuple(record["prompt_ids"]))
+    prompt = Prompt("", tuple(record["prompt_ids"]), observations=tuple(record.get("observations", ())))
     reply = Reply(record["content"], completion, prompt.ids, record["index"])
     return Call(record["index"], record["llm"], (), prompt, reply, record["temperature"], tuple(record["functions"]))

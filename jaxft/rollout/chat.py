@@ -189,7 +189,12 @@ class ChatTemplate:
                 break  # the template changes what came before, so earlier calls fare no better
             if max_bytes is None or num_bytes(rest) <= max_bytes:
                 ids = self._encode_after(call.token_ids, rest + prefill)
-                return Prompt(text, call.context_ids + ids, call.prompt.truncated_tokens)
+                spans, start = self._result_spans(call, given, text, tools, kwargs), len(text) - len(rest)
+                spans = [(first - start, end - start) for first, end in spans]
+                places = self.tokens.begin_within(ids, rest + prefill, spans) if spans else ()
+                context = call.context_ids
+                observations = tuple(len(context) + place for place in places)
+                return Prompt(text, context + ids, call.prompt.truncated_tokens, observations=observations)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = num_bytes(text)
         if max_tokens is None or max_bytes is None:
@@ -307,6 +312,33 @@ class ChatTemplate:
         start, stop_text = min(ends)
         rest = marked[start:] if call.token_ids[-1] not in self.stop_ids else marked[start + len(stop_text) :]
         return rest if text.endswith(rest) else None
+
+    def _result_spans(
+        self, call: Call, messages: Sequence[Message], text: str, tools: Sequence[Tool], kwargs: Mapping[str, Any]
+    ) -> list[tuple[int, int]]:
+        """Return where the results of tools that follow a call stand in a rendered conversation that continues it.
+
+        Placeholders show the text around them. There are none if the template rewrites them, but for JSON.
+        """
+        behind = range(len(call.messages) + 1, len(messages))
+        results = [index for index in behind if template_role(messages[index]["role"]) == "tool"]
+        if not results:
+            return []
+        hidden = [{**each, "content": PLACEHOLDER} if i in results else each for i, each in enumerate(messages)]
+        try:
+            place, *around = self._render(hidden, tools, kwargs, add_generation_prompt=True).split(PLACEHOLDER)
+        except RequestError:
+            return []
+        spans, start = [], len(place) if len(around) == len(results) and text.startswith(place) else len(text)
+        for index, after in zip(results, around, strict=False):
+            content = self._mark(messages[index]["content"])
+            forms = (content, content.strip(), json.dumps(content, ensure_ascii=False)[1:-1])
+            form = next((form for form in forms if text.startswith(form + after, start)), None)
+            if form is None:
+                return []
+            spans.append((start, start + len(form)))
+            start += len(form + after)
+        return spans
 
     def completion(self, prompt: str, text: str) -> tuple[list[int], list[bool]]:
         """Return a text that continues a prompt as ids with the end token, and a mask: True on text and end token."""

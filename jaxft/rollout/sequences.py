@@ -44,6 +44,7 @@ class TokenSequence(BaseModel):
             if that holds for the whole row. In JSON each support is written once.
         experts: experts that each token was routed to while sampling (`Completion.experts`), by the first call that was
             fed it; empty for tokens, and rows, without any.
+        observations: True for tokens of the results of tools that an answer of the row led to; empty without any.
         is_logged: True for text of a log, of which no log-probabilities are known. In JSON only if True.
         begun_by: the call whose prompt the row begins with; None if unknown, as in what was read from JSON.
     """
@@ -62,6 +63,7 @@ class TokenSequence(BaseModel):
     llm: str | None = None
     supports: list[str] = []
     experts: list[str] = []
+    observations: list[bool] = []
     is_logged: bool = False
     begun_by: Any = Field(default=None, exclude=True, repr=False)
 
@@ -69,7 +71,7 @@ class TokenSequence(BaseModel):
     def _shorten(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         """Leave out what is not set; in JSON write each support once, with its index for each token."""
         written: dict[str, Any] = dump(self)
-        for name in ("is_logged", "experts", "supports"):
+        for name in ("is_logged", "observations", "experts", "supports"):
             if not written.get(name):
                 written.pop(name, None)
         if self.supports and info.mode == "json":
@@ -134,6 +136,8 @@ def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> 
     sequence.temperatures += [call.temperature] * (context + sampled)
     sequence.policy_versions += [-1] * context + completion.policy_versions[:sampled]
     sequence.turns += [-1] * context + [turn] * sampled
+    seen = set(call.prompt.observations)
+    sequence.observations += [place in seen for place in range(known, known + context)] + [False] * sampled
     sequence.supports += [""] * context + (completion.supports or [""] * sampled)[:sampled]
     fed = completion.experts if is_target else []
     fed = [*fed, *[""] * (len(sequence.tokens) - len(fed))]
@@ -145,7 +149,7 @@ def _without_tail(sequence: TokenSequence) -> TokenSequence:
     """Cut a row after its last trained token; later tokens have no effect on training."""
     end = len(sequence.tokens) - sequence.completion_mask[::-1].index(True)
     cut = {name: values[:end] for name, values in sequence if isinstance(values, list)}
-    nothing: dict[str, list[Any]] = {name: [] for name in ("supports", "experts") if not any(cut[name])}
+    nothing: dict[str, list[Any]] = {name: [] for name in ("supports", "experts", "observations") if not any(cut[name])}
     return sequence.model_copy(update=cut | nothing)
 
 

@@ -4,6 +4,7 @@ A token may hold only a part of a character, and a decoder may treat the first t
 SentencePiece's drop the space that it begins with.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -202,6 +203,20 @@ class TokenTexts:
         """Return `decoded_bytes` as text; bytes of no whole character are lone surrogates, as in `os.fsdecode`."""
         return self.decoded_bytes(token_id).decode(errors="surrogateescape")
 
+    def begin_within(self, token_ids: Sequence[int], text: str, spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+        """Return the places of the tokens of a text, in which control tokens are marked, that begin within its spans.
+
+        There are none if the tokens have other bytes than the text, which some tokenizers change.
+        """
+        own = [self.decoded_bytes(token_id) for token_id in token_ids]
+        if b"".join(own) != _plain_bytes(text):
+            return ()
+        of_bytes = [[len(_plain_bytes(text[:end])) for end in span] for span in spans]
+        begun = enumerate(zip(itertools.accumulate(map(len, own), initial=0), own, strict=False))
+        return tuple(
+            place for place, (start, its) in begun if its and any(first <= start < end for first, end in of_bytes)
+        )
+
     def _find_bytes(self, token_id: int) -> bytes:
         if token_id >= self._size:
             return b""
@@ -216,6 +231,10 @@ class TokenTexts:
         if REPLACEMENT in twice and name is not None and all(character in BYTE_OF_CHARACTER for character in name):
             return bytes(BYTE_OF_CHARACTER[character] for character in name)
         return text.encode()
+
+
+def _plain_bytes(text: str) -> bytes:
+    return text.replace(MARKED, "").replace(CONTINUED, "").encode()
 
 
 def num_token_ids(tokenizer: Any) -> int:

@@ -5,6 +5,7 @@ tables its advantage. Letters: `N` sequences, `B` rows of a table, `T` tokens of
 """
 
 import math
+import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from jaxft.core.advantages import (
     estimate_advantages,
     gae,
     normalize_then_sum,
+    optimal_token_advantages,
     outcome_rewards,
     reward_to_go,
     soft_overlong_punishment,
@@ -23,13 +25,14 @@ from jaxft.core.advantages import (
     weighted_sum,
     whiten,
 )
+from jaxft.core.surrogates import select_tokens, token_covariances
 from jaxft.errors import TrajectoryError
 from jaxft.harness.curriculum import GroupReward
 from jaxft.harness.data_models import Trajectory, TrajectoryCollection
 from jaxft.harness.functions import Function
 from jaxft.rollout.chat import ChatTemplate
 from jaxft.training.batch import CollectedRewards, TrainingBatch
-from jaxft.training.config import DistillationConfig, LossConfig, reads
+from jaxft.training.config import BY_TASK, DistillationConfig, LossConfig, reads
 from jaxft.training.rows import (
     JobRows,
     gather_examples,
@@ -263,8 +266,9 @@ def compute_advantages(
     """
     trajectories, metrics = job.trajectories[job.places[0]], {}  # of every token
     mask = job.per_token(job.batch.completion_mask)
-    weights = {task: loss.of_task(task).weight for task in dict.fromkeys(credit.tasks or (None,))}
-    weight = np.array([weights[task] for task in credit.tasks or (None,) * len(credit.rewards)])
+    losses = {task: dict(loss.of_task(task)) for task in dict.fromkeys(credit.tasks or (None,))}
+    of_trajectory = [losses[task] for task in credit.tasks or (None,) * len(credit.rewards)]
+    options = {name: np.array([own[name] for own in of_trajectory], np.float64) for name in ("weight", *BY_TASK[:3])}
     k1 = np.zeros(len(mask))
     if loss.kl_weight and loss.kl == "k1_in_reward":
         scores = (job.batch.old_logprobs, job.batch.ref_logprobs)
@@ -272,7 +276,7 @@ def compute_advantages(
         k1 = np.where(mask, old - ref, 0.0)
         trained = k1[mask]
         metrics = {"kl": float(np.mean(np.expm1(-trained) + trained)), "kl_k1": float(trained.mean())}
-        k1 *= loss.kl_weight
+        k1 *= options["beta"][trajectories]
     computed: dict[str, np.ndarray] = {}
     if loss.is_per_token:
         computed = _advantages_per_token(job, credit, mask, k1, loss)
@@ -285,7 +289,8 @@ def compute_advantages(
     if loss.distillation is not None:
         computed["advantages"], of_teacher = _add_distillation(job, computed["advantages"], mask, loss.distillation)
         metrics |= of_teacher
-    computed["advantages"] = computed["advantages"] * weight[trajectories]
+    computed["advantages"] = computed["advantages"] * options["weight"][trajectories]
+    computed |= {name: options[name][trajectories] for name in loss.task_tables}
     if loss.averaged_over == "trajectories":
         computed["trajectory_tokens"] = np.bincount(trajectories[mask], minlength=len(credit.rewards))[trajectories]
     if loss.distillation is None or loss.distillation.is_sampled:  # in the loss, a teacher teaches every group
@@ -313,6 +318,27 @@ def _within_tasks(tasks: Sequence[str | None], estimate: Callable[..., Any], *ta
     for task in dict.fromkeys(of_rows):
         found[of_rows == task] = estimate(*(table[of_rows == task] for table in tables))
     return found
+
+
+def with_selected(job: TrainingBatch, loss: LossConfig, seed: str) -> tuple[TrainingBatch, dict[str, float]]:
+    """Select the tokens that `clip_cov` and `kl_cov` treat in another way, once for all updates of a job.
+
+    Covariances are those under `old_logprobs`, or under the sampler where the first update is the only one.
+
+    Args:
+        job: the job, with advantages.
+        loss: sets the kind and the fraction.
+        seed: decides what `clip_cov` draws.
+    """
+    batch, mask = job.batch, job.per_token(job.batch.completion_mask)
+    scores = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
+    logprobs, advantages = (job.per_token(x, dtype=np.float64)[mask] for x in (scores, batch.advantages))
+    covariances = token_covariances(logprobs, advantages)
+    chosen = select_tokens(covariances, loss=loss.name, fraction=loss.cov_fraction, draw=random.Random(seed))
+    selected: Any = np.zeros(job.turns.shape, bool)
+    selected[tuple(index[mask] for index in job.tokens)] = chosen
+    metrics = {"selected_tokens": int(chosen.sum()), "covariance_mean": float(covariances.mean())}
+    return job._replace(batch=batch._replace(selected=selected)), metrics
 
 
 def _add_distillation(
@@ -420,6 +446,12 @@ def _advantages_per_token(
         tables = {"token_rewards": rewards, "completion_mask": trained, "rewards": credit.rewards}
         found["advantages"] = _own_advantages(job, credit, loss, trained.shape, **tables)[job.places]
         return found
+    if loss.estimator == "optimal_token":
+        of_policy = job.batch.old_logprobs, job.sum_pi_squared
+        logprobs, squares = (rows(job.per_token(table, dtype=np.float64)) for table in of_policy)
+        to_go: Any = reward_to_go(rewards, trained, gamma=loss.gamma)
+        groups = credit.group_ids[job.trajectories]
+        return {"advantages": optimal_token_advantages(to_go, logprobs, squares, trained, groups)[job.places]}
     if loss.estimator == "reinforce_pp":
         advantages = reward_to_go(rewards, trained, gamma=loss.gamma)
     else:

@@ -113,6 +113,7 @@ class TrainingBatch(NamedTuple):
             unless the loss is ppo.
         teacher_logprobs: `[B T]` log-probabilities of the tokens under the teacher of a distillation by sampled tokens;
             None without one.
+        sum_pi_squared: `[B T]` sums of squared probabilities under the policy; None unless the estimator reads them.
         support_ids: `[B T]` index into `supports` of the tokens that each token could be drawn from; None if all tokens
             of the job are trained over the whole vocabulary.
         supports: `[U W]` packed supports, each of them once; the first is that of the whole vocabulary.
@@ -132,6 +133,7 @@ class TrainingBatch(NamedTuple):
     is_cut: np.ndarray
     bootstrap_values: np.ndarray | None = None
     teacher_logprobs: Any = None
+    sum_pi_squared: Any = None
     support_ids: np.ndarray | None = None
     supports: np.ndarray | None = None
     teacher_ids: np.ndarray | None = None
@@ -162,11 +164,12 @@ class TrainingBatch(NamedTuple):
         return _table(self.packing, self.tokens, self.is_own, values, fill)
 
     def counts(self) -> dict[str, int]:
-        """Count trained tokens, sequences and trajectories that are trained, pairs, and updates (1)."""
-        mask = self.per_token(self.batch.completion_mask)
+        """Count trained tokens, observed ones, sequences and trajectories that are trained, pairs, and updates (1)."""
+        mask, seen = self.per_token(self.batch.completion_mask), self.batch.observation_mask
         tokens = np.bincount(self.places[0][mask], minlength=len(self.trajectories))
         return {
             "tokens": int(tokens.sum()),
+            "observations": 0 if seen is None else int(np.sum(seen)),
             "sequences": int((tokens > 0).sum()),
             "trajectories": len(np.unique(self.trajectories[tokens > 0])),
             "pairs": len(tokens) // 2,
@@ -345,6 +348,7 @@ def make_batch(
     planner: BatchPlanner,
     *,
     has_supports: bool = False,
+    has_observations: bool = False,
     routing: ExpertTable | None = None,
 ) -> TrainingBatch:
     """Return the batch of these rows, without scores and advantages. Empty rows train nothing.
@@ -354,6 +358,7 @@ def make_batch(
         planner: divides them into microbatches.
         has_supports: True to take probabilities over the tokens that each token could be drawn from. What was recorded
             over the whole vocabulary is replaced by what the token was drawn with. Penalties are left out of both.
+        has_observations: True to add the mask of the results of tools.
         routing: table of the policy's experts, to add those recorded; None to leave them out. Those of a log are.
 
     Raises:
@@ -361,13 +366,19 @@ def make_batch(
     """
     if not rows:
         raise ValueError("there are no rows to make a batch of")
-    untrained = [[*row.sequence.completion_mask, True].index(True) for row in rows]
+    masks = [row.sequence.completion_mask for row in rows]
+    if has_observations:  # which the loss has for each sequence, as trained tokens
+        observed = [row.sequence.observations or mask for row, mask in zip(rows, masks, strict=True)]
+        masks = [[*map(max, *each)] for each in zip(masks, observed, strict=True)]
+    untrained = [[*mask, True].index(True) for mask in masks]
     packing, shapes = planner.plan_sequences([row.sequence.tokens for row in rows], untrained)
     recorded: dict[str, Any] = {
         name: pack(packing, [getattr(row.sequence, name) for row in rows], dtype) for name, dtype in RECORDED.items()
     }
     if planner.packed:
         recorded["segment_ids"], recorded["positions"] = segments(packing)
+    if has_observations:
+        recorded["observation_mask"] = pack(packing, [row.sequence.observations or False for row in rows], np.bool_)
     ids = supports = None
     texts = [[text.removeprefix(PENALIZED) for text in row.sequence.supports] for row in rows]
     each = list(dict.fromkeys(itertools.chain([""], *texts)))
@@ -418,9 +429,10 @@ def with_scores(
         policy: scores with the policy before the first update; None to skip.
         reference: scores with the reference policy of the KL; None to skip.
     """
-    batch, behind = job.batch, None
+    batch, behind, squares = job.batch, None, None
     if policy is not None:
         old = score_tokens(job, policy)
+        squares = old.sum_pi_squared
         batch = batch._replace(old_logprobs=old.logprobs, old_values=old.values)
         if old.next_values is not None:
             last = np.cumsum(job.packing.lengths) - 1
@@ -430,7 +442,7 @@ def with_scores(
         # The reference routes by itself, in the program of the policy.
         own = job if batch.experts is None else job._replace(batch=batch._replace(experts=0 * batch.experts))
         batch = batch._replace(ref_logprobs=score_tokens(own, reference).logprobs)
-    return job._replace(batch=batch, bootstrap_values=behind)
+    return job._replace(batch=batch, bootstrap_values=behind, sum_pi_squared=squares)
 
 
 def before_scoring(batch: Batch) -> Batch:
@@ -494,7 +506,8 @@ def select_sequences(job: TrainingBatch, chosen: np.ndarray, planner: BatchPlann
         chosen: indices of the sequences, ascending.
         planner: divides them into microbatches.
     """
-    mask = job.per_token(job.batch.completion_mask)
+    masks = (job.batch.completion_mask, job.batch.observation_mask)
+    mask = np.any([job.per_token(each) for each in masks if each is not None], axis=0)
     sequences = unpack(job.packing, job.batch.tokens)
     lengths, job_width = job.packing.lengths, 0 if job.packing.branches else job.packing.width
     untrained = [[*each, True].index(True) for each in np.split(mask, np.cumsum(lengths)[:-1])]
@@ -550,5 +563,8 @@ def empty_batch(
         positions=whole if packed else None,
         segment_ids=whole if packed else None,
         trajectory_tokens=floats if loss.averaged_over == "trajectories" else None,
+        selected=whole.astype(np.bool_) if loss.selects_tokens else None,
+        observation_mask=whole.astype(np.bool_) if loss.observation_coef else None,
         experts=experts,
+        **dict.fromkeys(loss.task_tables, floats),
     )

@@ -8,10 +8,12 @@ from jaxft.errors import did_you_mean
 from jaxft.harness.config_types import ConfigModel, PathOrName, check_reference, config_error, entries, raise_faults
 from jaxft.harness.functions import Function, NamedFunction, NamedOptions, name_or_function
 
-AdvantageName = Literal["group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k", "reinforce_pp", "gae"]
+AdvantageName = Literal[
+    "group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k", "reinforce_pp", "optimal_token", "gae"
+]
 LossName = Literal[
     "grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "ppo", "reinforce", "dppo_tv", "dppo_kl", "sapo", "gmpo",
-    "dpo", "sft", "function",
+    "clip_cov", "kl_cov", "dpo", "sft", "function",
 ]  # fmt: skip
 CorrectionName = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "sequence_geometric_mask", "ratio", "none"
@@ -20,7 +22,7 @@ CorrectionName = Literal[
 OTHER_LOSSES = {"dpo": ("beta", "reference", "preference"), "sft": ("min_reward",)}
 """Fields that dpo and sft read."""
 
-NOT_READ = {"cispo": ("clip_low",), **dict.fromkeys(("reinforce", "sapo"), ("clip_low", "clip_high"))}
+NOT_READ = {"cispo": ("clip_low",), **dict.fromkeys(("reinforce", "sapo", "kl_cov"), ("clip_low", "clip_high"))}
 """Fields that single policy losses do not read, by loss; those of the value function are read by ppo only."""
 
 TRAJECTORY_MEANS = ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo", "sapo", "gmpo")
@@ -29,7 +31,7 @@ TRAJECTORY_MEANS = ("seq_mean_token_mean", "constant", "grpo", "gspo", "dr_grpo"
 GROUPED = ("group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k")
 """Advantage estimators that give groups of equal rewards exactly 0."""
 
-UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "gae")
+UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "optimal_token", "gae")
 """Advantage estimators that divide by no spread or mean of rewards, which would rescale a KL in the reward."""
 
 
@@ -249,6 +251,15 @@ class LossConfig(ConfigModel):
     delta: float | None = Field(
         default=None, gt=1.0, description="Dual clip: a token with advantage A < 0 loses at most -delta * A; null: any."
     )
+    cov_fraction: float = Field(
+        default=2e-4,
+        gt=0.0,
+        le=1.0,
+        description="Fraction of a job's tokens, at least one, that clip_cov and kl_cov select by their covariance.",
+    )
+    cov_kl_coef: float = Field(
+        default=0.1, ge=0.0, allow_inf_nan=False, description="Weight of kl_cov's KL on the selected tokens."
+    )
     beta: float | None = Field(
         default=None,
         ge=0.0,
@@ -265,6 +276,12 @@ class LossConfig(ConfigModel):
         description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none, but "
         "with max_staleness above 0 ratio, or token_truncate for a loss without a ratio, and with sampling_dtype "
         "alone token_truncate.",
+    )
+    observation_coef: float = Field(
+        default=0.0,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="Weight of the cross-entropy on the results of tools, which the policy then learns to foresee.",
     )
     entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
     router_aux_loss_coef: float = Field(
@@ -288,7 +305,7 @@ class LossConfig(ConfigModel):
         default=1.0,
         gt=0.0,
         le=1.0,
-        description="Discount per turn of shaped rewards, per token for gae and reinforce_pp.",
+        description="Discount per turn of shaped rewards, per token for gae, reinforce_pp and optimal_token.",
     )
     gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation.")
     bootstrap: Literal["value", "none"] = Field(
@@ -327,8 +344,8 @@ class LossConfig(ConfigModel):
     weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="Factor of advantages, for per_task.")
     per_task: dict[str, dict[str, Any]] | None = Field(
         default=None,
-        description="Other values of weight, mask_truncated, max_completion_tokens (of the length penalty) and "
-        "overlong_buffer_tokens by task, an entry of finetuning.per_task; null: none.",
+        description="Other values of weight, clip_low, clip_high, beta, mask_truncated, max_completion_tokens (of the "
+        "length penalty) and overlong_buffer_tokens by task, an entry of finetuning.per_task; null: none.",
     )
     preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Settings of dpo.")
     min_reward: float | None = Field(
@@ -341,6 +358,11 @@ class LossConfig(ConfigModel):
     def is_policy_loss(self) -> bool:
         """True if rewards become advantages; dpo learns from pairs and sft from examples."""
         return self.name not in OTHER_LOSSES
+
+    @property
+    def selects_tokens(self) -> bool:
+        """True if the loss treats tokens of large covariance in another way."""
+        return self.name in ("clip_cov", "kl_cov")
 
     @property
     def has_ratio(self) -> bool:
@@ -368,6 +390,12 @@ class LossConfig(ConfigModel):
         return self.advantages or {"dr_grpo": "group_mean", "ppo": "gae"}.get(self.name, "group")
 
     @property
+    def task_tables(self) -> tuple[str, ...]:
+        """Options that some task has otherwise and that an update reads by token."""
+        names = ("clip_low", "clip_high", *(("beta",) if self.kl != "k1_in_reward" else ()))
+        return tuple(name for name in names if any(name in own for own in (self.per_task or {}).values()))
+
+    @property
     def is_own(self) -> bool:
         """True if the loss or the estimator is a function of one's own."""
         return self.function is not None or isinstance(self.estimator, Function)
@@ -375,7 +403,7 @@ class LossConfig(ConfigModel):
     @property
     def is_per_token(self) -> bool:
         """True if the estimator gives each token an advantage from rewards per token, and discounts by the token."""
-        return self.estimator in ("gae", "reinforce_pp") or reads(self.estimator, "completion_mask")
+        return self.estimator in ("gae", "reinforce_pp", "optimal_token") or reads(self.estimator, "completion_mask")
 
     @property
     def _has_zero_advantages(self) -> bool:
@@ -407,16 +435,17 @@ class LossConfig(ConfigModel):
         return self.model_copy(update={"max_completion_tokens": max_context_tokens})
 
     def of_task(self, task: str | None) -> "LossConfig":
-        """Return the loss of a task.
+        """Return the loss of a task; the reference is that of all tasks, also of one with a beta of 0.
 
-        >>> loss = LossConfig(name="dapo", weight=0.3, per_task={"long": {"weight": 0.4}})
-        >>> [loss.of_task(task).weight for task in ("long", "short", None)]
+        >>> loss = LossConfig(name="dapo", clip_high=0.3, per_task={"long": {"clip_high": 0.4}})
+        >>> [loss.of_task(task).clip_high for task in ("long", "short", None)]
         [0.4, 0.3, 0.3]
         """
         if not self.per_task:
             return self
-        given = {name: dict(self)[name] for name in self.model_fields_set - {"per_task"}}
-        return LossConfig.model_validate(given | self.per_task.get(task or "", {}))
+        given = {name: dict(self)[name] for name in self.model_fields_set - {"per_task", "reference"}}
+        own = LossConfig.model_validate(given | self.per_task.get(task or "", {}))
+        return own.model_copy(update={"reference": self.reference})
 
     def for_sampler(self, max_staleness: int, *, is_quantized: bool = False) -> "LossConfig":
         """Return the loss with the correction that it has on the sampler's episodes.
@@ -459,6 +488,8 @@ class LossConfig(ConfigModel):
             own -= {name for name in LOSS_KEYWORDS if not self.function.takes(name)} - elsewhere
         if self.is_policy_loss and self.name != "ppo":
             own -= {"gae_lambda", "bootstrap", "value_coef", "value_clip"}
+        own -= {"cov_kl_coef"} if self.name != "kl_cov" else set()
+        own -= {"cov_fraction"} if not self.selects_tokens else set()
         if self.name == "ppo":
             own -= {"distillation"}
         if not self.needs_reference:
@@ -481,17 +512,23 @@ class LossConfig(ConfigModel):
     @model_validator(mode="after")
     def _tasks_fit(self) -> "LossConfig":
         for task, own in (self.per_task or {}).items():
-            for name in own:
+            for name, value in own.items():
                 if name not in BY_TASK:
                     what = "is one for all tasks" if name in type(self).model_fields else "is no option"
                     near = did_you_mean(name, BY_TASK, what="by task there are")
                     raise config_error(f"per_task.{task}.{name} {what}{near}")
+                if name in BY_TASK[:3] and not dict(self)[name]:
+                    raise config_error(f"per_task.{task}.{name}: set {name} of the loss, too, for the other tasks")
+                if name in BY_TASK[:3] and value is None:
+                    raise config_error(f"per_task.{task}.{name} is null: give a number, or leave it out")
             try:
-                self.of_task(task)
+                clip_high = self.of_task(task).clip_high
             except ValidationError as error:
                 places = [".".join(map(str, ("per_task", task, *each["loc"]))) for each in error.errors()]
                 messages = [each["msg"].replace("Input should", "must") for each in error.errors()]
                 raise_faults(zip(places, messages, strict=True))
+            if self.function is None and self.delta is not None and self.delta <= 1 + (clip_high or 0):
+                raise config_error(f"per_task.{task}.clip_high: delta is {self.delta}, wanted above 1 + {clip_high}")
         return self
 
     @model_validator(mode="after")
@@ -523,8 +560,16 @@ class LossConfig(ConfigModel):
         return self
 
 
-BY_TASK = ("weight", "mask_truncated", "max_completion_tokens", "overlong_buffer_tokens")
-"""Fields that a task may have otherwise."""
+BY_TASK = (
+    "clip_low",
+    "clip_high",
+    "beta",
+    "weight",
+    "mask_truncated",
+    "max_completion_tokens",
+    "overlong_buffer_tokens",
+)
+"""Fields that a task may have otherwise; the first three enter an update as tables."""
 
 POLICY_FIELDS = tuple(name for name in LossConfig.model_fields if name not in ("preference", "min_reward"))
 """Fields that policy losses read, and dpo and sft do not."""

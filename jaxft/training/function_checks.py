@@ -130,7 +130,8 @@ def _tables(config: LossConfig, is_packed: bool = False, padding: float = -np.in
     has_weights = config.correction is not None and config.correction.name not in ("ratio", "none")
     segments = np.zeros((ROWS, TOKENS), np.int32) if is_packed else None
     counts = np.broadcast_to(mask.sum(axis=1, keepdims=True), mask.shape).astype(np.float32)
-    return {
+    by_task = {name: np.where(mask, dict(config)[name], 0.0).astype(np.float32) for name in config.task_tables}
+    return by_task | {
         "logprobs": logprobs,
         "old_logprobs": old,
         "advantages": np.where(mask, np.array([[1.0], [-0.5]]), 0.0).astype(np.float32),

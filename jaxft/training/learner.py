@@ -25,7 +25,7 @@ from jaxft.models.layer_stack import Remat
 from jaxft.models.segment_probe import can_share_prefixes, check_segments
 from jaxft.rollout.device import warm_up_rounds
 from jaxft.rollout.weights import Weights
-from jaxft.training.advantages import compute_advantages
+from jaxft.training.advantages import compute_advantages, with_selected
 from jaxft.training.batch import (
     BatchPlanner,
     CollectedRewards,
@@ -199,7 +199,13 @@ class Learner:
         check_balancing(model, loss, has_replay=self._routing is not None)
         in_reward = loss.kl_weight > 0 and loss.kl == "k1_in_reward"
         self._has_several_updates = num_iterations * num_minibatches > 1
-        reads_scores = in_reward or loss.estimator == "gae"
+        self._divides_by_sampler = loss.correction is not None and loss.correction.name == "ratio"
+        if loss.name == "kl_cov" and not (self._has_several_updates or self._divides_by_sampler):
+            raise ValueError(
+                "loss 'kl_cov' makes one update of each job, where its penalty has no gradient: set num_minibatches or "
+                "num_iterations above 1, or take 'clip_cov'"
+            )
+        reads_scores = in_reward or loss.estimator in ("gae", "optimal_token")
         self._needs_old = loss.is_policy_loss and (self._has_several_updates or reads_scores)
         self.opt_state: Any = None
         self.step: Any = None
@@ -247,7 +253,9 @@ class Learner:
         self._prepare(params)
         planner, metrics = self._planner(), dict[str, float]()
         loss, scorers = self.loss, self._scorers(params, pause)
-        laid_out = make_batch(rows, planner, has_supports=loss.is_policy_loss, routing=self._routing)
+        has_observations = loss.observation_coef > 0
+        options = {"has_supports": loss.is_policy_loss, "has_observations": has_observations}
+        laid_out = make_batch(rows, planner, **options, routing=self._routing)
         if credit is not None and any(row.sequence.is_logged for row in rows):
             laid_out = with_own_logprobs(laid_out, pausing(self._policy_scorer(params), pause))
         job = laid_out if loss.skip_zero_advantages else with_scores(laid_out, loss, *scorers)
@@ -263,10 +271,19 @@ class Learner:
         if loss.skip_zero_advantages:  # before the scores, which are not computed for what is skipped
             job, metrics["skipped_trajectories"] = with_signal(job, planner)
             job = with_scores(job, loss, *scorers)
+        if has_observations:
+            metrics["observation_tokens"] = job.counts()["observations"]
+        if loss.selects_tokens:
+            job, of_selection = with_selected(job, loss, f"selected {self._seed} {self.jobs}")
+            metrics |= of_selection
         if not self._has_several_updates:  # old and present policy are one
             job = job._replace(batch=job.batch._replace(old_logprobs=None))
         seed = f"minibatches {self._seed} {self.jobs}"
         minibatches = divide(job, planner, self._num_minibatches, self._num_iterations, seed)
+        if loss.name == "kl_cov" and not self._divides_by_sampler:
+            # The first update's ratios are 1 up to rounding, which would set the sign of the penalty's gradient.
+            nothing: Any = np.zeros(minibatches[0].turns.shape, np.bool_)
+            minibatches[0] = minibatches[0]._replace(batch=minibatches[0].batch._replace(selected=nothing))
 
         state, rate = self._train_state(params), float(self._rate_at(self.step))
         history: list[dict[str, Any]] = []
@@ -521,7 +538,8 @@ class Learner:
         return policy, pausing(reference, pause)
 
     def _policy_scorer(self, params: Params) -> Callable[..., Scored]:
-        return partial(self._scored, params, value_head=self.value_head)
+        options = {"with_sum_pi_squared": True} if self.loss.estimator == "optimal_token" else {}
+        return partial(self._scored, params, value_head=self.value_head, **options)
 
     def _teacher_weights(self, params: Params) -> Weights:
         """Return the weights of the teacher: another model's, the reference's, or the policy's."""

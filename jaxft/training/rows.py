@@ -43,7 +43,7 @@ HOW_TO_REWARD = (
 )
 """Advice for a job without a usable reward."""
 
-OPTIONAL = ("turns", "supports", "experts")
+OPTIONAL = ("turns", "supports", "experts", "observations")
 """Lists of a sequence that may be empty."""
 
 NOTHING_SAMPLED = TokenRecords(*np.zeros((4, 0)))
@@ -324,9 +324,14 @@ def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> None:
     lengths = {field: len(values) for field, values in per_token.items() if values or field not in OPTIONAL}
     if len(set(lengths.values())) > 1:
         raise TrajectoryError(f"{trajectory_name(trajectory)}: the lists of a sequence differ in length: {lengths}")
-    if sequence.completion_mask[:1] == [True]:
+    if True in (*sequence.completion_mask[:1], *sequence.observations[:1]):
         raise TrajectoryError(
             f"{trajectory_name(trajectory)}: the first token of a sequence has no context and cannot be trained"
+        )
+    both = (place for place, seen in enumerate(sequence.observations) if seen and sequence.completion_mask[place])
+    if (place := next(both, None)) is not None:
+        raise TrajectoryError(
+            f"{trajectory_name(trajectory)}: token {place} of a sequence is trained as sampled, and an observation, too"
         )
 
 
@@ -430,7 +435,7 @@ def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_l
 
 def job_digests(data: JobRows, rewards: CollectedRewards | None) -> dict[str, list[str]]:
     """Return a digest of each row of a job and of each trajectory's rewards, to compare them between processes."""
-    lists = RECORDED | {"policy_versions": np.int64, "turns": np.int64}
+    lists = RECORDED | {"policy_versions": np.int64, "turns": np.int64, "observations": np.bool_}
     rows = [
         _digest(
             *(np.array(getattr(row.sequence, name), dtype) for name, dtype in lists.items()),

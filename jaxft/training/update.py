@@ -28,6 +28,7 @@ COUNTED = ("applied_updates", "nonfinite_updates", "nothing_to_learn", "refused_
 
 AVERAGED_OVER = {
     "sampler_disagreement_fraction": "sequences",
+    "observation_loss": "observations",
     **dict.fromkeys(
         ("preference_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "chosen_nll"), "pairs"
     ),
@@ -63,6 +64,7 @@ def make_loss(config: LossConfig, max_sampler_diff: float | None = None, teacher
     shared: dict[str, Any] = {
         "loss": loss,
         "entropy_coef": config.entropy_coef,
+        "observation_coef": config.observation_coef,
         "router_aux_loss_coef": config.router_aux_loss_coef,
         "correction": correction,
         "max_sampler_diff": max_sampler_diff,
@@ -89,9 +91,9 @@ def make_policy_loss(config: LossConfig) -> PolicyLoss:
     keywords |= {"beta": config.kl_weight, "kl": config.kl} if has_kl else {"beta": 0.0, "kl": "k3_ratio"}
     row = jax.ShapeDtypeStruct((1, 2), jnp.float32)
     if config.function is None:
-        loss: Any = partial(policy_loss, loss=config.name, **keywords)
+        loss: Any = partial(policy_loss, loss=config.name, cov_kl_coef=config.cov_kl_coef, **keywords)
         # Impossible options are refused here, before anything has been sampled.
-        jax.eval_shape(lambda x: loss(x, None, x, x > 0, ref_logprobs=x), row)
+        jax.eval_shape(lambda x: loss(x, None, x, x > 0, ref_logprobs=x, selected=x > 0), row)
         return loss
     if not has_kl:
         del keywords["kl"], keywords["beta"]
@@ -304,7 +306,7 @@ def has_bounded_steps(config: OptimizerConfig) -> bool:
     return max(config.learning_rate, config.weight_decay) <= 1 and config.max_grad_norm <= 1e6
 
 
-scored = jax.jit(score_batch, static_argnums=0)
+scored = jax.jit(score_batch, static_argnums=0, static_argnames="with_sum_pi_squared")
 """`score_batch`, jitted; shared by all learners."""
 
 

@@ -20,6 +20,7 @@ from jaxft.core.advantages import (
     leave_one_out_advantages,
     max_rl_advantages,
     normalize_then_sum,
+    optimal_token_advantages,
     outcome_rewards,
     pass_at_k_advantages,
     reward_to_go,
@@ -96,6 +97,42 @@ def test_published_numbers(case):
         np.testing.assert_allclose(got, case["expected"][name], rtol=0, atol=1e-8)
         assert fast.dtype == np.float32
         np.testing.assert_allclose(fast, case["expected"][name], rtol=1e-5, atol=1e-5)
+
+
+def of_tokens(case, rows=slice(None), dtype=np.float64):
+    """`optimal_token_advantages` of some rows of a case."""
+    tables = (np.array(case[name], dtype)[rows] for name in ("returns", "logprobs", "sum_pi_squared"))
+    mask, group_ids = np.array(case["completion_mask"])[rows], np.array(case["group_ids"])[rows]
+    return optimal_token_advantages(*tables, mask, group_ids)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-8), (np.float32, 1e-5)])
+def test_optimal_baselines_of_tokens_are_verls(dtype, tolerance):
+    case = PUBLISHED_2026["optimal_token"]
+    np.testing.assert_allclose(of_tokens(case, dtype=dtype), case["advantages"], rtol=0, atol=tolerance)
+    order = np.random.default_rng(1).permutation(9)
+    expected = np.array(case["advantages"])[order]
+    np.testing.assert_allclose(of_tokens(case, order, dtype), expected, rtol=0, atol=tolerance)
+
+
+def test_optimal_baselines_need_a_group_that_differs():
+    case = {name: np.array(values) for name, values in PUBLISHED_2026["optimal_token"].items()}
+    alone = case | {"group_ids": np.arange(9)}
+    equal = case | {"returns": np.ones((9, 7))}
+    nothing = case | {"completion_mask": case["completion_mask"] & False}
+    for each in (alone, equal, nothing):
+        assert not of_tokens(each).any()
+    # What is not trained counts nowhere, and a row without a trained token is not in its group.
+    spoilt = {name: np.where(case["completion_mask"], case[name], np.nan) for name in ("returns", "logprobs")}
+    np.testing.assert_array_equal(of_tokens(case | spoilt), of_tokens(case))
+    shorter = case | {"completion_mask": case["completion_mask"] & (np.arange(9) != 4)[:, None]}
+    np.testing.assert_array_equal(of_tokens(shorter)[np.arange(9) != 4], of_tokens(case, np.arange(9) != 4))
+    certain = case | {"logprobs": np.zeros((9, 7)), "sum_pi_squared": np.ones((9, 7))}
+    assert np.isfinite(of_tokens(certain)).all()
+    with pytest.raises(ValueError, match=r"logprobs has shape \(9, 6\); wanted that of returns, \(9, 7\)"):
+        names = ("returns", "logprobs", "sum_pi_squared", "completion_mask", "group_ids")
+        narrow = case | {"logprobs": case["logprobs"][:, 1:]}
+        inspect.unwrap(optimal_token_advantages)(*(narrow[name] for name in names))
 
 
 def test_batch_spread_counts_groups_that_have_no_signal_and_skips_unscorable_members():

@@ -20,10 +20,11 @@ HEIGHT, WIDTH = 8, 12
 """Every batch below has this shape, so the losses are compiled once for rows and once for segments."""
 
 
-def grpo(name, correction=None, entropy_coef=0.0, max_sampler_diff=None, **knobs):
+def grpo(name, correction=None, entropy_coef=0.0, observation_coef=0.0, max_sampler_diff=None, **knobs):
     """`grpo_loss` of a published loss with some of its knobs changed."""
     bound = partial(policy_loss, loss=name, **knobs)
     options = {"correction": correction, "entropy_coef": entropy_coef, "max_sampler_diff": max_sampler_diff}
+    options["observation_coef"] = observation_coef
     return partial(grpo_loss, loss=bound, **options)
 
 
@@ -38,6 +39,9 @@ LOSSES = {
     "sapo": grpo("sapo", correction=partial(sampler_correction, kind="token_truncate", high=1.2)),
     "dppo_tv": grpo("dppo_tv", clip_low=1e-3, clip_high=1e-3),
     "dppo_kl": grpo("dppo_kl", clip_low=1e-3, clip_high=1e-3),
+    "kl_cov": grpo("kl_cov", cov_kl_coef=2.0),
+    "clip_cov": grpo("clip_cov", clip_low=0.1, clip_high=0.1),
+    "echo": grpo("dapo", observation_coef=0.3),
     "reinforce": grpo("reinforce", correction=partial(sampler_correction, kind="sequence_geometric_mask")),
     "ppo": partial(ppo_loss, value_coef=0.3),
     "sft": sft_loss,
@@ -48,7 +52,7 @@ LOSSES = {
 }
 FULL = {name: loss for name, loss in LOSSES.items() if not name.startswith("dpo") and "on policy" not in name}
 """Losses of batches that have everything; the others have tests of their own."""
-DIFFERENT = ("dr_grpo", "k3_trl", "cispo", "gmpo", "dppo_kl", "reinforce", "ppo", "sft")
+DIFFERENT = ("dr_grpo", "k3_trl", "cispo", "gmpo", "dppo_kl", "kl_cov", "echo", "reinforce", "ppo", "sft")
 """Losses that differ in how they reduce rows and segments."""
 
 keep_gradients = optax.GradientTransformation(
@@ -77,6 +81,8 @@ def make_examples(draw):
                 **dict(zip(RECORDED, near, strict=True)),
                 "old_values": draw.normal(size=length),
                 "returns": draw.normal(size=length),
+                "observation_mask": ~mask & (np.arange(length) > 0),
+                "selected": np.arange(length) % 2 == i % 2,
             }
         )
     return examples
@@ -85,7 +91,7 @@ def make_examples(draw):
 def make_batch(examples, packing, dtype=np.float32):
     """Their batch in this packing, filled up to `HEIGHT` rows."""
     packing = packing._replace(height=HEIGHT)
-    types = {"tokens": np.int32, "completion_mask": np.bool_}
+    types = {"tokens": np.int32, "completion_mask": np.bool_, "selected": np.bool_, "observation_mask": np.bool_}
     fields = {
         name: pack(packing, [example[name] for example in examples], types.get(name, dtype)) for name in examples[0]
     }
@@ -106,6 +112,8 @@ def make_gradients(names, model, is_float64):
         for name in names:
             # reinforce has no ratio, and refuses what one is made of.
             given = batch._replace(old_logprobs=None) if name == "reinforce" else batch
+            given = given if name in ("kl_cov", "clip_cov") else given._replace(selected=None)
+            given = given if name == "echo" else given._replace(observation_mask=None)
             loss, own = LOSSES[name](model, params[name], given, denominators)
             total = total + loss
             metrics |= {f"{name}/{metric}": value for metric, value in (own | {"loss": loss}).items()}
@@ -232,7 +240,9 @@ def test_ragged_groups_are_equal_ones_with_members_that_do_not_count(small, size
         for i, advantage in zip(chosen, advantages, strict=True):
             length = len(examples[i]["tokens"])
             mask = examples[i]["completion_mask"] & np.isfinite(rewards[i])
-            rows.append(examples[i] | {"advantages": np.full(length, advantage), "completion_mask": mask})
+            seen = examples[i]["observation_mask"] & np.isfinite(rewards[i])
+            changed = {"advantages": np.full(length, advantage), "completion_mask": mask, "observation_mask": seen}
+            rows.append(examples[i] | changed)
         batch = make_batch(rows, plan_padding([len(row["tokens"]) for row in rows], WIDTH))
         return gradients(DIFFERENT, model, params, as_rows(batch))
 

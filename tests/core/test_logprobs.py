@@ -20,7 +20,7 @@ def logits_logprobs(logits, tokens, temperature):
 
 
 score_logits = jax.jit(logits_logprobs)
-score = jax.jit(token_logprobs, static_argnames=("model", "entropy_gradient", "chunk_tokens"))
+score = jax.jit(token_logprobs, static_argnames=("model", "entropy_gradient", "chunk_tokens", "with_sum_pi_squared"))
 
 
 def random_params(vocabulary=VOCABULARY, width=WIDTH):
@@ -70,9 +70,12 @@ PER_TOKEN = np.linspace(0.3, 2.0, ROWS * LENGTH, dtype=np.float32).reshape(ROWS,
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, PER_ROW, PER_TOKEN], ids=["1", "0.5", "per row", "per token"])
 def test_against_a_plain_softmax(bigram, temperature):
-    scored = jax.device_get(score(bigram, PARAMS, TOKENS, temperature=np.float32(temperature)))
+    given = {"temperature": np.float32(temperature), "with_sum_pi_squared": True}
+    scored = jax.device_get(score(bigram, PARAMS, TOKENS, **given))
     temperature = temperature[:, None] if np.ndim(temperature) == 1 else temperature
     plain = plain_scores(PARAMS, TOKENS, temperature)
+    squares = np.exp(2 * plain_logprobs(PARAMS, TOKENS, temperature)).sum(-1)
+    np.testing.assert_allclose(scored.sum_pi_squared, np.pad(squares, ((0, 0), (1, 0))), rtol=0, atol=1e-5)
     assert scored.logprobs.dtype == scored.entropy.dtype == np.float32
     np.testing.assert_allclose(scored.logprobs, plain[0], rtol=0, atol=5e-6)
     np.testing.assert_allclose(scored.entropy, plain[1], rtol=0, atol=5e-6)
@@ -148,6 +151,7 @@ def test_only_wanted_tokens_are_scored(bigram):
             entropy_gradient=True,
             chunk_tokens=4,
             completion_mask=wanted if is_partial else None,
+            with_sum_pi_squared=True,
         )
         if is_partial:  # what is not wanted has no gradient, whatever its weight
             weights = weights + 5.0 * ~wanted
@@ -165,6 +169,9 @@ def test_only_wanted_tokens_are_scored(bigram):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), gradient, expected)
         np.testing.assert_allclose(of_wanted[1].logprobs[wanted], of_all[1].logprobs[wanted], rtol=1e-6)
         assert not of_wanted[1].logprobs[~wanted].any()
+        squares, expected = (found[1].sum_pi_squared for found in (of_wanted, of_all))
+        np.testing.assert_allclose(squares[wanted], expected[wanted], rtol=1e-5)
+        assert not squares[~wanted].any() and np.all(squares[wanted] < 1)
 
 
 def test_entropy_by_hand():
@@ -231,7 +238,9 @@ def test_float64_stays_float64(bigram):
     with jax.enable_x64(True):
         model = bigram._replace(unembed=lambda params, hidden: hidden @ params["head"])
         params = jax.tree.map(np.float64, PARAMS)
-        scored = score(model, params, TOKENS)
+        scored = score(model, params, TOKENS, with_sum_pi_squared=True)
+        squares = np.exp(2 * plain_logprobs(PARAMS, TOKENS, 1.0)).sum(-1)
+        np.testing.assert_allclose(scored.sum_pi_squared[:, 1:], squares, rtol=0, atol=1e-12)
         np.testing.assert_allclose(scored.logprobs, plain_scores(PARAMS, TOKENS, 1.0)[0], rtol=0, atol=1e-12)
 
 

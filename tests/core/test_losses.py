@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import random
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from jaxft.core.advantages import reward_to_go
 from jaxft.core.losses import PRESETS, k1_penalty, kl_penalty, policy_loss, preference_loss, value_loss
 from jaxft.core.objectives import dpo_loss, score_batch
+from jaxft.core.surrogates import COVARIANCE_BOUNDS, select_tokens, token_covariances
 from jaxft.core.types import Batch, Denominators
 
 ORACLES = Path(__file__).parents[1] / "data" / "oracles"
@@ -43,7 +45,9 @@ def own_part(gradient, mask):
 
 
 def at_own_shape(logprobs, old_logprobs, advantages, mask, **knobs):
-    """The same without the padding."""
+    """The same without the padding; nothing is selected if `selected` does not say it."""
+    if knobs.get("loss") in SELECTING:
+        knobs = {"selected": jnp.zeros(mask.shape, bool)} | knobs
 
     def loss_of(logprobs):
         return policy_loss(logprobs, old_logprobs, advantages, mask, **knobs)
@@ -52,6 +56,7 @@ def at_own_shape(logprobs, old_logprobs, advantages, mask, **knobs):
     return value, gradient, metrics
 
 
+SELECTING = ("clip_cov", "kl_cov")
 NAMES = ("loss", "importance_level", "aggregation", "kl")
 NUMBERS = ("clip_low", "clip_high", "delta", "beta", "max_completion_tokens")
 jitted_loss = jax.jit(at_own_shape, static_argnames=NAMES + NUMBERS)
@@ -83,13 +88,19 @@ def check_vectors(vectors, count, dtype, rtol, atol):
     losses = {str(knobs_of(case)): knobs_of(case) for case in vectors["cases"]}
 
     @jax.jit
-    def of_all_losses(*arrays, ref_logprobs):
-        return {name: at_own_shape(*arrays, ref_logprobs=ref_logprobs, **losses[name])[:2] for name in losses}
+    def of_all_losses(*arrays, ref_logprobs, selected):
+        tables = {name: {"selected": selected.get(knobs["loss"])} for name, knobs in losses.items()}
+        return {
+            name: at_own_shape(*arrays, ref_logprobs=ref_logprobs, **losses[name], **tables[name])[:2]
+            for name in losses
+        }
 
     results = []
     for batch in vectors["batches"]:
         *arrays, ref = (padded(np.array(batch[name], bool if name == "completion_mask" else dtype)) for name in ARRAYS)
-        results.append(of_all_losses(*arrays, ref_logprobs=ref))
+        nothing = np.zeros_like(batch["completion_mask"])
+        selected = {name: padded(np.array(batch.get(f"selected_{name}", nothing), bool)) for name in SELECTING}
+        results.append(of_all_losses(*arrays, ref_logprobs=ref, selected=selected))
     wrong = []
     for case in vectors["cases"]:
         value, gradient = results[case["batch"]][str(knobs_of(case))]
@@ -105,15 +116,40 @@ YEARS = ["before_2026", "2026"]
 
 
 # verl adds 1e-8 to what it divides by.
-@pytest.mark.parametrize(("vectors", "count", "tolerance"), [(VECTORS, 84, 1e-10), (VECTORS_2026, 16, 1e-8)], ids=YEARS)
+@pytest.mark.parametrize(("vectors", "count", "tolerance"), [(VECTORS, 84, 1e-10), (VECTORS_2026, 20, 1e-8)], ids=YEARS)
 def test_published_values_and_gradients_in_float64(vectors, count, tolerance):
     with jax.enable_x64(True):
         check_vectors(vectors, count, np.float64, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("vectors", "count"), [(VECTORS, 84), (VECTORS_2026, 16)], ids=YEARS)
+@pytest.mark.parametrize(("vectors", "count"), [(VECTORS, 84), (VECTORS_2026, 20)], ids=YEARS)
 def test_published_values_and_gradients_in_float32(vectors, count):
     check_vectors(vectors, count, np.float32, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", VECTORS_2026["selections"], ids=lambda case: f"{case['name']} {case['fraction']}")
+def test_tokens_are_selected_as_by_verl(case):
+    """Which tokens `clip_cov` draws is chance; how many of which is not."""
+    batch = VECTORS_2026["batches"][case["batch"]]
+    mask, expected = np.array(batch["completion_mask"], bool), np.array(case["selected"], bool)
+    logprobs = np.array(batch["logprobs"])[mask]
+    covariances = token_covariances(logprobs, np.broadcast_to(np.array(batch["advantages"])[:, None], mask.shape)[mask])
+    options = {"loss": case["name"], "fraction": case["fraction"]}
+    found = select_tokens(covariances, draw=random.Random(1), **options)
+    assert found.sum() == expected.sum() > 0
+    if case["name"] == "kl_cov" or case["fraction"] == 1.0:
+        np.testing.assert_array_equal(found, expected[mask])
+    else:
+        low, high = COVARIANCE_BOUNDS
+        assert np.all((low < covariances[found]) & (covariances[found] < high))
+        assert (select_tokens(covariances, draw=random.Random(1), **options) == found).all()
+
+
+@pytest.mark.parametrize("loss", SELECTING)
+@pytest.mark.parametrize("advantages", [np.zeros(0), np.ones(4), np.array([1.0])], ids=["nothing", "no spread", "one"])
+def test_tokens_without_a_covariance_are_not_selected(loss, advantages):
+    covariances = token_covariances(-np.arange(1.0, 1 + len(advantages)), advantages)
+    assert not select_tokens(covariances, loss=loss, fraction=0.5, draw=random.Random(0)).any()
 
 
 # --- Numbers by hand. Log-probabilities of 0 stand for "only the ratio matters".
@@ -431,6 +467,8 @@ def test_neither_padding_nor_counts_of_its_own_change_anything(clean):
         ),
         (dict(loss="reinforce", importance_level="sequence"), "importance_level is 'sequence', but 'reinforce' has no"),
         (dict(kl="k4"), "kl is 'k4'"),
+        (dict(loss="clip_cov"), "selected is None; clip_cov and kl_cov need it"),
+        (dict(loss="kl_cov", selected=np.zeros((2, 3))), "selected holds float32; wanted bools"),
         (dict(beta=-0.1), "beta is -0.1; wanted at least 0"),
         (
             dict(beta=0.1, kl="k4", ref_logprobs=np.zeros((2, 3), np.float32)),
@@ -484,6 +522,42 @@ def test_ratios_at_sequence_level_are_those_of_a_row_of_a_trajectory():
     logprobs, old = log_rows([1.5, 1.0], [0.5, 0.5])
     knobs = dict(loss="gspo", clip_low=0.9, clip_high=0.9, trajectory_tokens=np.full(SHAPE, 4.0, np.float32))
     close(value_and_gradient(logprobs, old, rows(1, 1), all_trained(old), **knobs)[0], -(2 * 1.5**0.5 + 2 * 0.5) / 4)
+
+
+@pytest.fixture(scope="module")
+def by_table():
+    """Losses and gradients with two options each, with a table of the first, and with one of both, half and half."""
+    names = ("dapo", "gspo", "cispo", "dppo_tv", "gmpo")
+    rng = np.random.default_rng(3)
+    lp, old, ref = (jnp.asarray(-rng.exponential(1.0, SHAPE), jnp.float32) for _ in range(3))
+    mask = jnp.asarray(rng.random(SHAPE) < 0.8)
+    adv = jnp.asarray(rng.normal(size=SHAPE[0]), jnp.float32)
+    upper = np.arange(SHAPE[0])[:, None] < SHAPE[0] // 2
+
+    @jax.jit
+    def run():
+        def of(name, first, second=None):
+            def option(index):
+                if second is None:
+                    return first[index]
+                return jnp.asarray(np.broadcast_to(np.where(upper, first[index], second[index]), SHAPE), jnp.float32)
+
+            knobs = {"loss": name, "clip_low": option(0), "clip_high": option(1), "beta": option(2)}
+            value, gradient, _ = at_own_shape(lp, old, adv, mask, ref_logprobs=ref, kl="k3_unweighted", **knobs)
+            return value, gradient
+
+        a, b = (0.1, 0.3, 0.05), (0.3, 0.1, 0.2)
+        return {name: (of(name, a), of(name, b), of(name, a, a), of(name, a, b)) for name in names}
+
+    return run(), upper
+
+
+def test_clips_and_beta_may_be_tables(by_table):
+    results, upper = by_table
+    for name, ((_, first), (_, second), same, (_, mixed)) in results.items():
+        np.testing.assert_allclose(same[1], first, rtol=1e-6, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(mixed, np.where(upper, first, second), rtol=1e-6, atol=1e-7, err_msg=name)
+        assert np.abs(np.asarray(first) - second).max() > 1e-3
 
 
 def test_policy_weights_scale_the_policy_term_alone():

@@ -1,6 +1,8 @@
 """Losses of a model on a batch: what they add to `policy_loss`."""
 
+import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ from jaxft.core.objectives import dpo_loss, grpo_loss, ppo_loss, score_batch, sf
 from jaxft.core.reductions import count_tokens
 from jaxft.core.types import Batch, Denominators
 
+ECHO = json.loads((Path(__file__).parents[1] / "data" / "oracles" / "policy_losses_2026.json").read_text())["echo"]
 TOKENS = np.random.default_rng(0).integers(5, size=(4, 6)).astype(np.int32)
 MASK = np.array([[0, 1, 1, 0, 1, 0], [0, 1, 1, 1, 1, 1], [0] * 6, [0, 0, 1, 0, 0, 0]], bool)
 BATCH = Batch(
@@ -191,3 +194,34 @@ def test_the_gradient_within_supports_is_that_of_enumeration():
         got, expected = jax.device_get(gradients(np.array([[0.3, -0.2, 0.9], [1.0, 0.1, -0.5], [-0.4, 0.6, 0.2]])))
     np.testing.assert_allclose(got, expected, atol=1e-6)
     assert np.abs(expected).max() > 0.1 and not got[~ALLOWED].any()
+
+
+@pytest.mark.parametrize(("is_float64", "tolerance"), [(True, 1e-8), (False, 1e-5)])
+def test_results_of_tools_cost_as_in_prime_rl(is_float64, tolerance):
+    """At temperature 1, whatever the call's was; a row without any, and a batch without any, cost nothing."""
+    case, dtype = ECHO, np.float64 if is_float64 else np.float32
+    model = jaxft.from_function(lambda params, tokens, _: params["logits"][: len(tokens), : tokens.shape[1]])
+    seen = np.array(case["observation_mask"])
+    zeros = np.zeros(seen.shape, dtype)
+    batch = Batch(np.array(case["tokens"], np.int32), ~seen, advantages=zeros, temperatures=zeros + 0.5)
+    objective = partial(grpo_loss, model, observation_coef=case["observation_coef"])
+    with jax.enable_x64(is_float64):
+        params = {"logits": np.array(case["logits"], dtype)}
+        compute = jax.jit(jax.value_and_grad(objective, has_aux=True))
+        masks = seen, seen & False
+        found = jax.device_get([compute(params, batch._replace(observation_mask=mask)) for mask in masks])
+    ((loss, metrics), grads), ((none, no_metrics), no_grads) = found
+    np.testing.assert_allclose(loss, case["loss"], rtol=0, atol=tolerance)
+    np.testing.assert_allclose(grads["logits"], case["grad"], rtol=0, atol=tolerance)
+    assert metrics["observation_loss"] == pytest.approx(case["loss"] / case["observation_coef"], rel=1e-5)
+    assert none == no_metrics["observation_loss"] == 0.0 and not np.any(no_grads["logits"])
+
+
+def test_results_of_tools_need_a_mask_and_a_count(bigram, params):
+    objective = partial(grpo_loss, bigram, observation_coef=0.1)
+    with pytest.raises(ValueError, match=r"batch\.observation_mask is None"):
+        jax.eval_shape(objective, params, BATCH)
+    with pytest.raises(ValueError, match=r"denominators\.observations is None"):
+        jax.eval_shape(objective, params, BATCH._replace(observation_mask=~MASK), COUNTS)
+    with pytest.raises(ValueError, match=r"batch\.observation_mask holds int32; wanted bools"):
+        jax.eval_shape(objective, params, BATCH._replace(observation_mask=TOKENS))

@@ -553,6 +553,24 @@ def test_results_spell_no_control_tokens(family, template):
     assert controls("".join(template.tokenizer.all_special_tokens)) == controls("3 degrees")
 
 
+@pytest.mark.parametrize("content", ["3", " tool: user\n", "größer 😀 <|im_end|>", 'a "b" \\ c'])
+def test_results_of_tools_are_found_among_the_tokens(family, template, content):
+    """Where no template says otherwise: Llama's writes them as JSON."""
+    call = sample(template, [user("?")], CALLS[family][0])
+    messages = [*call.messages, told(call), result(call, content)]
+    prompt = template.prompt(messages, [call], tools=TOOLS)
+    again = sample(template, messages, CALLS[family][1], [call])
+    later = template.prompt([*messages, told(again), result(again, "x")], [call, again], tools=TOOLS)
+
+    def found(prompt):
+        return template.text([prompt.ids[place] for place in prompt.observations])
+
+    written = json.dumps(content, ensure_ascii=False)[1:-1] if family in ("llama3", "mistral", "ministral") else content
+    assert found(prompt).strip() in (written.strip(), content.strip()) and found(prompt)
+    assert found(later) == "x" and min(later.observations) >= len(again.context_ids)
+    assert template.prompt(messages, tools=TOOLS).observations == ()  # tokenised afresh, no answer comes before it
+
+
 def test_an_answer_cut_before_its_end_is_ended_by_the_template(family, template):
     call = sample(template, [user("Weather?")], CALLS[family][0], end=False)
     ids = template.prompt([user("Weather?"), told(call), result(call)], [call], tools=TOOLS).ids

@@ -3,6 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxft.rollout.calls import Prompt
 from jaxft.rollout.sequences import TokenSequence, episode_messages, token_sequences
 
 
@@ -71,6 +72,18 @@ def test_parallel_calls_with_one_prompt_are_rows_of_their_own(make_call):
 def test_language_models_do_not_share_rows(make_call):
     rows = token_sequences([make_call(0, [1], [2], llm="a"), make_call(1, [1, 2], [3], llm="b")])
     assert [(row.llm, row.tokens) for row in rows] == [("a", [1, 2]), ("b", [1, 2, 3])]
+
+
+def test_results_of_tools_are_known_in_the_row_that_they_extend(make_call):
+    first = make_call(0, [1, 2], [3])
+    second = make_call(1, [], [7], prompt=Prompt("", (1, 2, 3, 4, 5, 6), observations=(4,)))
+    last = make_call(2, [], [9], prompt=Prompt("", (1, 2, 3, 4, 5, 6, 7, 8), observations=(7,)))
+    (row,) = token_sequences([first, second, last])
+    assert row.observations == [place in (4, 7) for place in range(9)]
+    assert TokenSequence.model_validate_json(row.model_dump_json()).model_dump() == row.model_dump()
+    cut, alone = token_sequences([first, second, last], lambda call: call.index < 2), token_sequences([first])
+    assert cut[0].observations == [place == 4 for place in range(7)]  # what no answer follows is cut off
+    assert alone[0].observations == [] and "observations" not in alone[0].model_dump()
 
 
 @st.composite

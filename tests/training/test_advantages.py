@@ -7,7 +7,7 @@ from jaxft.core.advantages import group_advantages, leave_one_out_advantages
 from jaxft.core.packing import pack, unpack
 from jaxft.errors import TrajectoryError
 from jaxft.harness.data_models import Trajectory
-from jaxft.training.advantages import collect_rewards, compute_advantages
+from jaxft.training.advantages import collect_rewards, compute_advantages, with_selected
 from jaxft.training.batch import BatchPlanner, Row, make_batch
 from jaxft.training.config import LossConfig
 
@@ -41,7 +41,7 @@ def found(groups, scores=None, behind=None, packed=False, **knobs):
     batch = make_batch(rows, BatchPlanner(64, packed))
     scores = scores if isinstance(scores, list) else [scores or {}] * len(rows)
     tables = {name: pack(batch.packing, [each[name] for each in scores], np.float32) for name in scores[0]}
-    batch = batch._replace(bootstrap_values=behind)
+    batch = batch._replace(sum_pi_squared=tables.pop("sum_pi_squared", None), bootstrap_values=behind)
     batch = batch._replace(batch=batch.batch._replace(**tables))
     return Found(*compute_advantages(batch, collect_rewards(groups, loss), loss))
 
@@ -132,16 +132,26 @@ def test_each_task_is_compared_with_itself(make_group):
 
 def test_each_task_has_options_of_its_own(make_group):
     groups = [[t.model_copy(update={"task": task}) for t in make_group(1.0, 0.0)] for task in ("short", "long")]
-    got = found(groups, per_task={"long": {"weight": 0.5}}, name="dapo", advantages="group_mean").advantages
-    assert [each[2] for each in got] == [0.5, -0.5, 0.25, -0.25]
+    per_task = {"long": {"weight": 0.5, "clip_high": 0.3}}
+    knobs = {"name": "dapo", "advantages": "group_mean", "clip_high": 0.28}
+    assert [each[2] for each in found(groups, per_task=per_task, **knobs).advantages] == [0.5, -0.5, 0.25, -0.25]
+    loss = LossConfig(per_task=per_task, **knobs)
+    rows = [Row(t.sequences[0], n) for n, t in enumerate(t for group in groups for t in group)]
+    job, _ = compute_advantages(make_batch(rows, BatchPlanner(64)), collect_rewards(groups, loss), loss)
+    clips = [each[2] for each in unpack(job.packing, job.batch.clip_high)]
+    assert clips == pytest.approx([0.28, 0.28, 0.3, 0.3]) and job.batch.clip_low is None and job.batch.beta is None
 
 
-def test_each_task_has_its_length_penalty(make_group):
+def test_each_task_has_its_length_penalty_and_kl_in_the_reward(make_group):
     groups = [[t.model_copy(update={"task": task}) for t in make_group(1.0, 1.0)] for task in ("short", "long")]
     for group in groups:
         group[0].sequences.append(group[0].sequences[0])  # 8 trained tokens against 4
     buffers = {"short": {"max_completion_tokens": 8, "overlong_buffer_tokens": 4}}
     assert collect_rewards(groups, LossConfig(per_task=buffers)).rewards.tolist() == [0.0, 1.0, 1.0, 1.0]
+    scores = {"old_logprobs": np.full(6, 0.5, np.float32), "ref_logprobs": np.zeros(6, np.float32)}
+    knobs = {"name": "reinforce", "advantages": "group_mean", "beta": 0.1, "kl": "k1_in_reward"}
+    got = found(groups, scores, per_task={"short": {"beta": 0.0}}, **knobs).advantages  # 8 and 4 tokens of k1 0.5
+    assert [each[2] for each in got] == pytest.approx([0.0] * 3 + [-0.1, -0.1, 0.1])
 
 
 def test_step_rewards_take_the_place_of_the_outcome_in_their_group(make_group, make_sequence):
@@ -259,6 +269,7 @@ def test_gae_gives_returns_too(make_group):
         {"name": "reinforce", "advantages": "leave_one_out", "beta": 0.1, "kl": "k1_in_reward"},
         {"name": "reinforce", "advantages": "reinforce_pp", "beta": 0.1, "kl": "k1_in_reward"},
         {"name": "reinforce", "advantages": "group_mean", "beta": 0.1, "kl": "k1_in_reward", "shaped": True},
+        {"name": "dapo", "advantages": "optimal_token", "beta": 0.1, "kl": "k1_in_reward", "gamma": 0.9},
         {"name": "ppo", "shaped": True},
         {"name": "grpo"},
     ],
@@ -272,8 +283,8 @@ def test_every_layout_gives_the_same_bits(make_sequence, knobs):
             lists = {name: values * count for name, values in make_sequence(place) if isinstance(values, list)}
             turns = [turn if chosen else -1 for turn, chosen in enumerate(lists["completion_mask"])]
             sequences.append(make_sequence(**lists | {"turns": turns}))
-            names = ("old_logprobs", "ref_logprobs", "old_values")
-            scores.append(dict(zip(names, draw.normal(size=(3, 6 * count)), strict=True)))
+            names = ("old_logprobs", "ref_logprobs", "old_values", "sum_pi_squared")
+            scores.append(dict(zip(names, draw.normal(size=(4, 6 * count)), strict=True)))
         shaped = {"shaped_rewards": draw.normal(size=6 * times).tolist()} if is_shaped else {}
         group.append(Trajectory(episode=[], reward=draw.normal(), generation=place, sequences=sequences, **shaped))
     behind = draw.normal(size=len(scores))
@@ -284,3 +295,27 @@ def test_every_layout_gives_the_same_bits(make_sequence, knobs):
         assert (first is None) == (second is None)
         for one, other in zip(first or (), second or (), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_every_layout_and_only_the_seed_decides_what_is_selected(make_sequence, name):
+    draw, loss = np.random.default_rng(6), LossConfig(name=name, cov_fraction=0.2)
+    lists = [dict(make_sequence(place)) for place in range(8)]
+    longer = [{key: values * 3 for key, values in each.items() if isinstance(values, list)} for each in lists]
+    rows = [Row(make_sequence(**each), place) for place, each in enumerate(longer)]
+    scores = {each: 2 * draw.normal(size=(8, 18)) - 3 for each in ("old_logprobs", "advantages")}
+
+    def select(packed, seed):
+        job = make_batch(rows, BatchPlanner(64, packed))
+        tables = {each: pack(job.packing, values, np.float32) for each, values in scores.items()}
+        job, metrics = with_selected(job._replace(batch=job.batch._replace(**tables)), loss, seed)
+        assert not (job.batch.selected & ~job.batch.completion_mask).any()
+        return np.concatenate(unpack(job.packing, job.batch.selected)), metrics
+
+    (padded, metrics), (packed, same) = select(False, "a"), select(True, "a")
+    np.testing.assert_array_equal(padded, packed)
+    trained = np.concatenate([row.sequence.completion_mask for row in rows])
+    assert metrics == same and metrics["selected_tokens"] == padded.sum() == int(0.2 * trained.sum())
+    parts = np.cov(*(np.float32(scores[each]).ravel()[trained] for each in scores), ddof=0)
+    assert metrics["covariance_mean"] == pytest.approx(parts[0, 1])
+    assert (select(False, "b")[0] == padded).all() == (name == "kl_cov")

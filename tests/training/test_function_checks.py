@@ -34,6 +34,10 @@ def faults(loss=None, optimizer=None):
         ({"function": "pull", "options": {"strenght": 2.0}}, "got an unexpected keyword argument 'strenght'"),
         ({"function": "with_reference"}, "takes 'ref_logprobs', which is None: set loss.beta above 0"),
         ({"function": "pull", "correction": {"name": "token_mask"}}, "takes no 'policy_weights', but there are some"),
+        (
+            {"function": "of_one_clip", "clip_high": 0.3, "per_task": {"a": {"clip_high": 0.4}}},
+            "raised ValueError: The truth value of an array",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be_used_is_refused_on_shapes(loss, message):

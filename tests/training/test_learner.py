@@ -15,7 +15,7 @@ import pytest
 
 import jaxft.models.flash as flash_module
 import jaxft.training.learner as learner_module
-from jaxft.core.advantages import group_advantages
+from jaxft.core.advantages import group_advantages, optimal_token_advantages
 from jaxft.core.packing import pack, unpack
 from jaxft.core.types import Model
 from jaxft.harness.data_models import Trajectory
@@ -153,6 +153,27 @@ def test_several_updates_divide_by_the_policy_before_the_first(job, start, plain
     assert metrics["log_ratio_abs_max"] > 1e-3  # of the later updates
     once, single = plain
     assert single["log_ratio_abs_max"] == 0.0 and difference(params, once) > 0
+
+
+def test_selected_tokens_go_with_their_rows_into_minibatches(job, start):
+    knobs = {"name": "kl_cov", "cov_fraction": 0.5, "cov_kl_coef": 1e4, "observation_coef": 0.1}
+    _, _, (metrics,) = learn(job, start, knobs, num_minibatches=2, packing=False)
+    assert metrics["selected_tokens"] > 0 and metrics["applied_updates"] == 2.0
+    assert metrics["loss"] > 10  # the penalty of the second update
+    # The first update is without it: ratios are 1 up to rounding, which would set the sign of its gradient.
+    learner, selected = Learner(MODEL, LossConfig(**knobs), SGD, num_minibatches=2, microbatch_tokens=128), []
+    update = learner._update
+
+    def spied(state, parts, pause):
+        selected.append(any(part.selected.any() for part in parts))
+        return update(state, parts, pause)
+
+    learner._update = spied
+    learner.learn(*job(learner.loss), on_device(start))
+    assert selected == [False, True]
+    assert metrics["observation_tokens"] == metrics["observation_loss"] == 0  # no tool was called
+    with pytest.raises(ValueError, match="'kl_cov' makes one update of each job"):
+        learn(job, start, knobs | {"correction": {"name": "token_mask"}})
 
 
 def test_a_job_makes_an_update_for_each_minibatch(job, start):
@@ -354,13 +375,49 @@ def test_networks_that_cannot_keep_segments_apart_are_not_packed(start):
 
 
 @pytest.mark.slow
+def test_baselines_of_tokens_are_those_of_the_policy(job, start):
+    loss, kept = LossConfig(name="dapo", advantages="optimal_token"), {}
+    rows, credit = job(loss)
+    options = {"kept_rows": range(4), "keep_scores": kept.__setitem__}
+    _, metrics = Learner(MODEL, loss, SGD, microbatch_tokens=128).learn(rows, credit, on_device(start), **options)
+    tokens, mask = (np.array([getattr(row.sequence, name) for row in rows]) for name in ("tokens", "completion_mask"))
+    logits = np.stack([hidden_by_hand(start, each) for each in tokens])[:, :-1] @ start["head"]
+    logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+    chosen = np.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+    returns = np.broadcast_to(credit.rewards[:, None], chosen.shape)
+    squares = np.exp(2 * logprobs).sum(-1)
+    expected = optimal_token_advantages(returns, chosen, squares, mask[:, 1:], credit.group_ids)
+    assert metrics["applied_updates"] == 1 and np.ptp(expected[0]) > 0
+    for row in range(4):
+        np.testing.assert_allclose(kept[row].advantages[1:], expected[row], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_results_of_tools_are_learned_without_any_reward(start, make_sequence):
+    seen = {"completion_mask": [False, False, True, False, False, True], "observations": [0, 0, 0, 1, 1, 0]}
+    loss = LossConfig(name="dapo", observation_coef=0.1)
+    group = [Trajectory(episode=[], reward=1.0, sequences=[make_sequence(place, **seen)]) for place in range(4)]
+    rows, params, history = [Row(t.sequences[0], i) for i, t in enumerate(group)], on_device(start), []
+    learner = Learner(MODEL, loss, SGD, microbatch_tokens=32, num_iterations=2)
+    for _ in range(3):
+        params, metrics = learner.learn(rows, collect_rewards([group], loss), params)
+        history.append(metrics["observation_loss"])
+    assert metrics["observation_tokens"] == 8 and metrics["policy_loss"] == 0.0
+    assert history[0] > history[1] > history[2] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss",
     [
         {"name": "ppo"},
-        {"name": "dapo"},
+        {"name": "clip_cov", "observation_coef": 0.1, "advantages": "optimal_token"},
         {"name": "grpo", "beta": 0.1},
         {"name": "grpo", "beta": 0.1, "reference": {"update_every": 1, "mixing": 0.5}},
+        pytest.param(
+            {"name": "dapo", "beta": 0.1, "clip_low": 0.2, "per_task": {"a": {"clip_low": 0.1, "beta": 0.0}}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_warm_up_changes_nothing_and_no_job_compiles_after_it(job, start, loss, monkeypatch):

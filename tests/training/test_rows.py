@@ -52,7 +52,7 @@ def test_a_job_with_nothing_to_train_names_the_cause(make_group):
 
 
 def test_rows_come_from_the_records_in_log_probabilities(make_call):
-    first = make_call(0, (1, 2), [3, 4], messages=(), prompt=Prompt("", (1, 2)))
+    first = make_call(0, (1, 2), [3, 4], messages=(), prompt=Prompt("", (1, 2), observations=(1,)))
     second = make_call(
         1, (1, 2, 3, 4, 5), [6], logprobs=[-1 / 3], finish_reason="length", messages=(), functions=("f",)
     )
@@ -69,16 +69,16 @@ def test_rows_come_from_the_records_in_log_probabilities(make_call):
 
 
 @pytest.mark.parametrize(
-    ("lists", "message"),
-    [
-        ({"completion_mask": [True] * 6}, "first token of a sequence"),
-        ({"turns": [0, 1]}, "differ in length: .*'turns': 2"),
-    ],
+    ("places", "message"),
+    [((0,), "first token of a sequence"), ((1, 4), "token 4 of a sequence is trained as sampled")],
 )
-def test_malformed_rows_are_refused(make_group, make_sequence, lists, message):
+def test_what_is_observed_has_a_context_and_is_not_sampled(make_group, make_sequence, places, message):
     (trajectory,) = make_group(1.0)
+    sequence = make_sequence(observations=[place in places for place in range(6)])
     with pytest.raises(TrajectoryError, match=message):
-        check_lists(trajectory, make_sequence(**lists))
+        check_lists(trajectory, sequence)
+    with pytest.raises(TrajectoryError, match=r"differ in length: .*'observations': 2"):
+        check_lists(trajectory, make_sequence(observations=[False, True]))
 
 
 @pytest.mark.parametrize("logprobs", [None, [], {}, {"content": None}, {"content": []}, {"content": [{"token": "a"}]}])
