@@ -119,6 +119,13 @@ def test_layouts_train_the_same(tmp_path, base, optimizer):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("policy", [{"preset": "qwen3-176k-a47k"}, {"sampling_dtype": "int8"}], ids=["mixture", "int8"])
+def test_layouts_replay_experts_and_sample_in_eight_bits_alike(tmp_path, policy):
+    configuration(tmp_path, "grpo", SGD, **{f"llms__policy__{name}": value for name, value in policy.items()})
+    check_the_same(tmp_path)
+
+
+@pytest.mark.long
 def test_a_teacher_scores_the_tokens_of_all(tmp_path):
     model, params = init_model(model_preset("qwen3-50k"), jax.random.key(7, impl="threefry2x32"))
     save_model(tmp_path / "teacher", model, jax.tree.map(lambda leaf: 3 * leaf, params), tokenizer=load_tokenizer(None))

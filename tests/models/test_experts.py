@@ -192,13 +192,18 @@ def test_more_experts_a_token_than_there_are():
 
 ON_A_MESH = """
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from jaxft.core.cache import init_cache
+from jaxft.core.objectives import grpo_loss
 from jaxft.core.sharding import make_mesh
+from jaxft.core.types import Batch
+from jaxft.core.update import init_train_state, make_update
 from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import sharding_for
 from tests.models.test_experts import LORA, TINY
@@ -224,7 +229,19 @@ def results(sharding):
 
     given = params if sharding is None else sharding.place(params)
     samplers = [jax.jit(decoded, static_argnums=1)(given, each) for each in (model, narrow)]
-    return jax.device_get((jax.jit(jax.value_and_grad(loss, has_aux=True))(given), samplers))
+    found = jax.jit(jax.value_and_grad(loss, has_aux=True))(given), samplers, balanced(sharding)
+    return jax.device_get(found)
+
+def balanced(sharding):
+    model, sgd = decoder(config, sharding=sharding), optax.sgd(1.0)
+    loss = partial(grpo_loss, router_aux_loss_coef=0.5)
+    update = make_update(model, loss, sgd, router_bias_update_rate=0.125)
+    given = jax.tree.map(jnp.array, random_params(config))
+    state = init_train_state(given if sharding is None else sharding.place(given), sgd, model)
+    chosen = np.argsort(np.random.default_rng(1).random((8, 16, 2, 8)))[..., :2] + 1
+    batch = Batch(tokens, segments > 0, np.ones((8, 16), np.float32), positions=places, segment_ids=segments)
+    state, metrics = update(state, batch._replace(experts=chosen.astype(np.uint8)))
+    return state.params, metrics["router_balance"], metrics["expert_imbalance"]
 
 alone = results(None)
 for sizes in [(1, 2, 2, 2), (1, 2, 1, 4), (2, 2, 2, 1)]:
@@ -237,7 +254,7 @@ for sizes in [(1, 2, 2, 2), (1, 2, 1, 4), (2, 2, 2, 1)]:
 
 @pytest.mark.slow
 def test_on_a_mesh_values_and_gradients_are_those_of_one_device():
-    """Experts in 2 parts, 4 and one, with `fsdp` and `tensor`: packed rows, adapters, biases, decoding also in int8."""
+    """Experts in 2 parts, 4 and one, with `fsdp` and `tensor`: adapters, biases, balance, decoding also in int8."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     subprocess.run([sys.executable, "-c", ON_A_MESH], env=os.environ | {"XLA_FLAGS": flags}, check=True)
 
