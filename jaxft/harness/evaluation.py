@@ -8,7 +8,7 @@ import asyncio
 import copy
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -208,6 +208,7 @@ class Evaluation:
         temperature: float | None = None,
     ) -> list[EpisodeOutcome]:
         """Start episodes like `start`, and return their outcomes in the same order. Cancelling it cancels them."""
+        before = set(self._group_tasks)
         episodes = self.start(
             items,
             stream=stream,
@@ -215,10 +216,11 @@ class Evaluation:
             num_generations=num_generations,
             temperature=temperature,
         )
+        group_tasks = self._group_tasks - before
         try:
             return await asyncio.gather(*episodes)
         finally:
-            await _cancel(episodes, [])
+            await _cancel(episodes, group_tasks)
 
     async def validate(
         self, items: Sequence[EvalInputItem], *, temperature: float | None = 0.0, num_generations: int = 1
@@ -424,7 +426,7 @@ def _verdicts(name: str, outcomes: Sequence[EpisodeOutcome]) -> EvalOutput:
     return EvalOutput(average_score=sum(scores) / len(scores) if scores else None, eval_output_items=items)
 
 
-async def _cancel(episodes: Sequence[asyncio.Task[Any]], group_tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _cancel(episodes: Iterable[asyncio.Task[Any]], group_tasks: Iterable[asyncio.Task[Any]]) -> None:
     for task in episodes:
         task.cancel()
     # Their barriers cancel the group tasks, once: a second time would interrupt an evaluator that cleans up.
