@@ -65,8 +65,6 @@ def test_texts_chats_rows_and_datasets_become_examples():
         ([{"question": "a"}], {}, "prompts[0] has no column 'prompt', but question"),
         ([{"prompt": "a", "b": 1}, {"prompt": "a"}], {}, "prompts[1] has no column 'b', which prompts[0] has"),
         (["a", "b"], {"answer": ["1"]}, "column 'answer' has 1 values for 2 prompts"),
-        (["a", "b", "c"], {"processing_class": (1, 2)}, "llms.policy.tokenizer"),
-        (["a", "b"], {"max_tokens": [8]}, "max_completion_length"),
         (["a"], {"completions": ["1"]}, "column 'completions'"),
         ([{"prompt": "a", "completion_ids": 1}], {}, "column 'completion_ids'"),
         ([{"prompt": "a", "level": 1}], {"level": [1]}, "column 'level'"),
