@@ -23,7 +23,6 @@ import jax
 from jax._src.cudnn import fused_attention_stablehlo  # there is no public way to its limits
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh
-from pydantic import TypeAdapter
 
 from jaxft.components import PlannedRun, Programs, mesh_of_devices, run_from_json
 from jaxft.models import compute_capability
@@ -94,21 +93,22 @@ def compile_program(
     """
     file = None if hlo_file is None else str(hlo_file)
     request = {"run": run.to_json(), "target": target.name, "program": program, "hlo_file": file}
-    done = subprocess.run(
-        [str(interpreter), "-m", "jaxft.planning.compiler", "compile"],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env=compiler_environment(interpreter),
-    )
-    lines = done.stdout.splitlines()
-    if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise CompilerError(f"the compiler for {target.name} ended with exit code {done.returncode}: {last[:500]}")
-    answer = json.loads(lines[-1])
+    code, line, error = _ask(interpreter, "compile", request=json.dumps(request))
+    if code or not line:
+        raise CompilerError(f"the compiler for {target.name} ended with exit code {code}: {error[:500]}")
+    answer = json.loads(line)
     if "error" in answer:
         raise CompilerError(answer["error"], is_out_of_memory=answer["is_out_of_memory"])
-    return TypeAdapter(Compiled).validate_python(answer)
+    return Compiled(**answer)
+
+
+def _ask(interpreter: Path, *arguments: str, request: str = "{}") -> tuple[int, str, str]:
+    """Return the exit code of a process of this file, and the last lines of its output and of its errors."""
+    command = [str(interpreter), "-m", "jaxft.planning.compiler", *arguments]
+    environment = compiler_environment(interpreter)
+    done = subprocess.run(command, input=request, capture_output=True, text=True, env=environment)
+    said, errors = done.stdout.strip().splitlines(), done.stderr.strip().splitlines()
+    return done.returncode, ["", *said][-1], ["it said nothing", *errors][-1]
 
 
 @cache
@@ -119,18 +119,12 @@ def versions(interpreter: Path) -> dict[str, str]:
         CompilerError: there is no such interpreter, or it has no compilers.
     """
     try:
-        done = subprocess.run(
-            [str(interpreter), "-m", "jaxft.planning.compiler"],
-            capture_output=True,
-            text=True,
-            env=compiler_environment(interpreter),
-        )
-    except OSError as error:
-        raise CompilerError(f"{interpreter} cannot be run ({error.strerror}): make the compilers with {MAKE}") from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise CompilerError(f"{interpreter} has no compilers ({last[:200]}): make them with {MAKE}")
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+        code, line, error = _ask(interpreter)
+    except OSError as refused:
+        raise CompilerError(f"{interpreter} cannot be run ({refused.strerror}): make compilers with {MAKE}") from None
+    if code:
+        raise CompilerError(f"{interpreter} has no compilers ({error[:200]}): make them with {MAKE}")
+    found: dict[str, str] = json.loads(line)
     return found
 
 
@@ -199,19 +193,6 @@ def lower(request: Mapping[str, Any]) -> Any:
         return (programs.warm_up() | programs.by_name())[request["program"]]()
 
 
-def summarize(compiled: Any, seconds: float, cpu_seconds: float) -> Compiled:
-    """Return the memory of a compiled program, which took so long to compile."""
-    memory = compiled.memory_analysis()
-    return Compiled(
-        arguments=memory.argument_size_in_bytes,
-        outputs=memory.output_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        aliased=memory.alias_size_in_bytes,
-        seconds=seconds,
-        cpu_seconds=cpu_seconds,
-    )
-
-
 def cpu_seconds() -> float:
     """Return the seconds of all cores that this process and the programs that it ran have used so far."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -229,9 +210,14 @@ def main() -> None:
         used = cpu_seconds()
         lowered, started = lower(request), time.perf_counter()
         compiled = lowered.compile()
-        summary = summarize(compiled, time.perf_counter() - started, cpu_seconds() - used)
-        values = TypeAdapter(Compiled).dump_python(summary, mode="json")
-        answer = dict(zip(Compiled._fields, values, strict=True))
+        spent, memory = (time.perf_counter() - started, cpu_seconds() - used), compiled.memory_analysis()
+        answer = Compiled(
+            memory.argument_size_in_bytes,
+            memory.output_size_in_bytes,
+            memory.temp_size_in_bytes,
+            memory.alias_size_in_bytes,
+            *spent,
+        )._asdict()
         if request["hlo_file"] is not None:
             Path(request["hlo_file"]).write_text(compiled.as_text())
     except Exception as error:  # for the process that asked, whatever it is

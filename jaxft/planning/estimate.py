@@ -325,13 +325,6 @@ def _sharded_bytes(sharding: Sharding | None, shapes: Any, dtype: Any) -> int:
     return device_bytes(sharding, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes))
 
 
-class SamplingBytes(NamedTuple):
-    """Temporaries of the two programs of sampling on each device, in bytes."""
-
-    prefill: int
-    decode: int
-
-
 def sampling_bytes(
     config: DecoderConfig,
     *,
@@ -340,8 +333,8 @@ def sampling_bytes(
     platform: Platform,
     sharding: Sharding | None = None,
     compute_dtype: Any = jnp.bfloat16,
-) -> SamplingBytes:
-    """Return the bytes of temporaries, on each device, of the programs of `ModelRunner.programs`.
+) -> dict[str, int]:
+    """Return the bytes of temporaries, on each device, of the programs of `ModelRunner.programs`, by name.
 
     `prefill` keeps the activations of a piece of a prompt, and `decode` the logits; on TPUs whose heads are not divided
     also copies of the kernels of queries, gate and up in the layout of their products.
@@ -365,4 +358,4 @@ def sampling_bytes(
         outputs = config.num_layers * config.num_heads * config.head_dim + 2 * dense * config.intermediate_size
         copied = VMEM_BYTES + (config.hidden_size * outputs * itemsize if tensor == 1 else 0)
     places = max(math.prod(program) for program in prefill_programs(platform, slots // row_shards, length))
-    return SamplingBytes(prefill=places * width * itemsize, decode=logits + copied)
+    return {"prefill": places * width * itemsize, "decode": logits + copied}

@@ -227,16 +227,15 @@ def microbatch_flops(programs: Programs) -> int:
 def estimate_sampling(programs: Programs) -> int:
     """Return the estimated bytes of temporaries of the sampler's programs."""
     policy = programs.run.policy
-    return max(
-        sampling_bytes(
-            programs.run.model,
-            slots=policy.slots,
-            length=policy.max_context_tokens,
-            platform=programs.device.platform,
-            sharding=programs.sharding,
-            compute_dtype=programs.compute_dtype,
-        )
+    temporaries = sampling_bytes(
+        programs.run.model,
+        slots=policy.slots,
+        length=policy.max_context_tokens,
+        platform=programs.device.platform,
+        sharding=programs.sharding,
+        compute_dtype=programs.compute_dtype,
     )
+    return max(temporaries.values())
 
 
 def memory_limit(target: Target) -> int:
@@ -330,9 +329,7 @@ def lines(made: Plan, run: PlannedRun) -> Iterator[str]:
         yield f"{'attention':<12} {made.kernel.kernel} kernel"
     yield f"{'remat':<12} {made.remat}" + (" (auto)" if run.policy.remat == "auto" else "")
     yield f"{'microbatch':<12} {made.rows} rows of {made.width:,} tokens, on {chips} chip{'s' * (chips > 1)}"
-    for purpose, size in made.memory.items():
-        if not size:
-            continue
+    for purpose, size in ((purpose, size) for purpose, size in made.memory.items() if size):
         is_guess = any(name not in made.programs for name in COMPILED.get(purpose, ()))
         yield f"{'memory':<12} {size / GIB:8.3f} GiB  {purpose}{' (estimated)' if is_guess else ''}"
     for phase, sizes in phases(made.memory).items():

@@ -97,7 +97,7 @@ def test_temporaries_of_sampling_are_within_a_quarter_of_the_compilers(name):
     estimated = sampling_bytes(
         config, slots=case["rows"], length=case["tokens"], platform=target.chip.platform, sharding=sharding
     )
-    assert estimated._asdict()[case["program"]] == pytest.approx(case["temp_bytes"], rel=0.25)
+    assert estimated[case["program"]] == pytest.approx(case["temp_bytes"], rel=0.25)
 
 
 def test_policies_that_keep_less_need_less():
