@@ -194,6 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--answers", type=int, help="answers in each row of the gradient, behind their prompt")
     parser.add_argument("--sampling", choices=("int8", "fp8"), help="kernels to sample with (default: bfloat16)")
     parser.add_argument("--quantize-head", action="store_true", help="with --sampling: the head as well")
+    parser.add_argument("--kv-cache", choices=("fp8",), help="with --sampling: keys and values (default: bfloat16)")
     parser.add_argument("--lora", action="store_true", help="train adapters of rank 16")
     parser.add_argument("--top", type=int, default=20, metavar="N", help="lines of launches (default %(default)s)")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled program there, too")
@@ -271,6 +272,7 @@ def planned(parsed: argparse.Namespace) -> PlannedRun:
     run = case.run().with_remat(parsed.remat)
     changes = {"slots": parsed.slots, "cache_tokens": parsed.slots * parsed.width}
     changes |= {"sampling_dtype": parsed.sampling, "quantize_head": parsed.quantize_head}
+    changes |= {"kv_cache_dtype": parsed.kv_cache}
     return run._replace(
         policy=run.policy.model_copy(update=changes),
         adapter=run.adapter.model_copy(update={"packing": parsed.packed}),

@@ -111,6 +111,10 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         description="With sampling_dtype: the head to sample with is of that type, too. If it is tied to the "
         "embedding, it is a copy, and tokens are looked up in compute_dtype.",
     )
+    kv_cache_dtype: Literal["fp8"] | None = Field(
+        default=None,
+        description="With sampling_dtype: type of keys and values, without a scale. null: compute_dtype.",
+    )
     remat: Literal["auto", "none", "dots", "projections", "attention", "full", "least"] = Field(
         default="auto",
         description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
@@ -198,8 +202,9 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
                 raise config_error("has dtype int8, in which nothing can be trained: set lora, or dtype float32")
             if self.dtype == "int8" and self.sampling_dtype is not None:
                 raise config_error("has sampling_dtype, but with dtype int8 the base is in eight bits: leave it out")
-            if self.quantize_head and self.sampling_dtype is None:
-                raise config_error("has quantize_head, but no sampling_dtype: set that to int8 or fp8, or leave it out")
+            for name in ("quantize_head", "kv_cache_dtype"):
+                if dict(self)[name] and self.sampling_dtype is None:
+                    raise config_error(f"has {name}, but no sampling_dtype: set that to int8 or fp8, or leave it out")
             return self
         if self.adapter is not None and self.every is not None:
             raise config_error("has 'every' beside 'adapter': adapters stay as they are, leave it out")

@@ -85,6 +85,7 @@ async def _make_policy(name: str, config: LocalPolicyConfig, builder: Any) -> Po
         "compute_dtype": compute_dtype,
         "sampling_dtype": config.sampling_dtype,
         "quantize_head": config.quantize_head,
+        "kv_cache_dtype": config.kv_cache_dtype,
         "remat": "dots" if config.remat == "auto" else config.remat,  # the adapter chooses
         "lora": lora_option(config.lora),
     }
@@ -255,12 +256,18 @@ FP8_SINCE = (8, 9)
 
 
 def check_sampling_dtype(config: LocalPolicyConfig, device: Any) -> None:
-    """Raise unless a device, of jax or planned for, has products with kernels of `sampling_dtype`.
+    """Raise unless a device, of jax or planned for, has products with kernels of `sampling_dtype`, keys and values.
 
     Raises:
-        ValueError: it is fp8, and the device has none.
+        ValueError: they are fp8, and the device has none.
     """
-    if config.sampling_dtype == "fp8" and device.platform != "tpu" and compute_capability(device) < FP8_SINCE:
+    has_none = device.platform != "tpu" and compute_capability(device) < FP8_SINCE
+    if config.kv_cache_dtype == "fp8" and has_none:
+        raise ValueError(
+            f"kv_cache_dtype is fp8, which {device.device_kind} does not have; leave it out, or take one of NVIDIA's "
+            "GPUs from Ada and Hopper on, or a TPU"
+        )
+    if config.sampling_dtype == "fp8" and has_none:
         raise ValueError(
             f"sampling_dtype is fp8, which {device.device_kind} does not have; wanted int8, or one of NVIDIA's GPUs "
             "from Ada and Hopper on, or a TPU"

@@ -260,6 +260,7 @@ def _model(run: PlannedRun, mesh: Mesh | AbstractMesh, platform: str) -> tuple[S
         "compute_dtype": resolve_dtypes(run.policy, platform)[1],
         "sampling_dtype": run.policy.sampling_dtype,
         "quantize_head": run.policy.quantize_head,
+        "kv_cache_dtype": run.policy.kv_cache_dtype,
     }
     sharding = sharding_for(run.model, mesh)
     model = decoder(run.model, run.remat, **options, lora=run.lora, sharding=sharding)

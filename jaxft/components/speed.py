@@ -51,6 +51,7 @@ class Speed:
         if steps:
             is_narrow = policy.model.sampling_dtype is not None or is_quantized(policy.weights.trained)
             kinds = {"in_eight_bits": is_narrow, "narrow_head": policy.model.quantize_head}
+            kinds["narrow_cache"] = policy.model.kv_cache_dtype is not None
             needed = decode_bytes(config, int(steps), int(seen), self._itemsize, **kinds)
             bandwidth = chip.bytes_per_second * len(policy.sampling_devices)
             speed["decode_bandwidth_share"] = needed / sampling / bandwidth

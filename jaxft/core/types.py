@@ -61,6 +61,7 @@ class Model(NamedTuple):
         sampling_dtype: kind of number of kernels in eight bits that `decode_layout` makes, so that the sampler's
             probabilities differ from the trainer's; None where it computes with the same weights.
         quantize_head: the head of `decode_layout` is in eight bits, too.
+        kv_cache_dtype: kind of number of keys and values in eight bits; None where they are those of products.
         with_remat: `name -> Model`, the same model with another checkpoint policy, which decides the activations that
             the backward pass recomputes; None if there is only one.
     """
@@ -78,6 +79,7 @@ class Model(NamedTuple):
     num_experts: int = 0
     sampling_dtype: str | None = None
     quantize_head: bool = False
+    kv_cache_dtype: str | None = None
     with_remat: Callable[[Any], "Model"] | None = None
 
 

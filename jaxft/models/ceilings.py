@@ -180,11 +180,12 @@ def decode_bytes(
     *,
     in_eight_bits: bool = False,
     narrow_head: bool = False,
+    narrow_cache: bool = False,
 ) -> int:
     """Bytes that decoding reads at least: the weights in every step, and keys and values of the `seen` tokens of rows.
 
     Layers with a window, which see fewer, do not count; pages that rows share count for each row. Routers are never in
-    eight bits, the head is by an option of its own, and rows are taken to ask for the same experts.
+    eight bits, the head, keys and values are by options of their own, and rows are taken to ask for the same experts.
 
     >>> from jaxft.models.config import model_preset
     >>> decode_bytes(model_preset("qwen3-58m"), steps=2, seen=5, itemsize=4) == 4 * 2 * 41549824 + 5 * 16384
@@ -196,4 +197,5 @@ def decode_bytes(
         shapes = projection_shapes(config, has_experts=kind.has_experts)
         narrow += sum(math.prod(shapes[path]) for path in shapes if is_quantizable((*path.split("/"), "kernel")))
     weights = matmul_weights(config) * itemsize - narrow * (itemsize - 1)
-    return weights * steps + seen * whole * kv_bytes(config, itemsize) // config.num_layers
+    of_token = kv_bytes(config, 1 if narrow_cache else itemsize)
+    return weights * steps + seen * whole * of_token // config.num_layers

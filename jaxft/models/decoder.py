@@ -28,7 +28,7 @@ from jaxft.models.layer_stack import CHOSEN, Remat, apply_layers, cut_layer, sta
 from jaxft.models.layers import GATE_UP, QKV, decoding_layer, look_up, make_norm, project_to_vocabulary
 from jaxft.models.lora import LORA_NAMES, Leaves, has_adapters, merge_or_put_beside, put_beside
 from jaxft.models.paged import EXPERTS_AXIS, LayerPages, init_pages, page_axis
-from jaxft.models.quantized import quantize, with_quantized_kernels
+from jaxft.models.quantized import EIGHT_BITS, quantize, with_quantized_kernels
 
 
 @cache
@@ -113,6 +113,7 @@ class Network(NamedTuple):
     compute_dtype: Any
     sampling_dtype: str | None
     quantize_head: bool
+    kv_cache_dtype: str | None
     lora: LoraSpec | None
     sharding: Sharding | None
 
@@ -134,6 +135,7 @@ def decoder(
     compute_dtype: Any = None,
     sampling_dtype: str | None = None,
     quantize_head: bool = False,
+    kv_cache_dtype: str | None = None,
     lora: LoraSpec | None = None,
     sharding: Sharding | None = None,
 ) -> Model:
@@ -153,14 +155,15 @@ def decoder(
         sampling_dtype: "int8" or "fp8" to decode with kernels in eight bits, made of the parameters once per policy
             version (`jaxft.models.quantized`); None for the kernels themselves.
         quantize_head: True to decode with a head in eight bits as well, beside the embedding if it is tied to it.
+        kv_cache_dtype: "fp8" to keep keys and values in eight bits, without a scale; None for those of products.
         lora: rank, scale and targets of adapters; None for a model without adapters.
         sharding: result of `sharding_for`, to compute on a mesh; None for one device.
     """
-    if quantize_head and sampling_dtype is None:
-        raise ValueError("quantize_head is true, but sampling_dtype is None; wanted int8 or fp8 there")
+    if (quantize_head or kv_cache_dtype) and sampling_dtype is None:
+        raise ValueError("quantize_head or kv_cache_dtype without a sampling_dtype; wanted int8 or fp8 there")
     # The dtype is normalised, so that equal models have one cache entry.
     dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-    return _model(Network(config, remat, dtype, sampling_dtype, quantize_head, lora, sharding))
+    return _model(Network(config, remat, dtype, sampling_dtype, quantize_head, kv_cache_dtype, lora, sharding))
 
 
 @cache
@@ -179,6 +182,7 @@ def _model(net: Network) -> Model:
         num_experts=net.config.num_experts,
         sampling_dtype=net.sampling_dtype,
         quantize_head=net.quantize_head,
+        kv_cache_dtype=net.kv_cache_dtype,
         with_remat=lambda remat: _model(net._replace(remat=remat)),
     )
 
@@ -331,6 +335,7 @@ def unembed(net: Network, params: Params, hidden: Float[Array, "*N D"]) -> Float
 def init_cache(net: Network, pages: int, dtype: Any) -> tuple[LayerPages, ...]:
     """Make empty pages of all layers."""
     config, sharding, axis = net.config, net.sharding, page_axis(net.sharding)
+    dtype = dtype if net.kv_cache_dtype is None else EIGHT_BITS[net.kv_cache_dtype][0]
     chosen = None if config.expert_table is None else (config.num_experts_per_tok, config.expert_table.dtype)
 
     def init_layer(kind: LayerKind) -> LayerPages:

@@ -52,6 +52,7 @@ def init_model(
     compute_dtype: Any = None,
     sampling_dtype: str | None = None,
     quantize_head: bool = False,
+    kv_cache_dtype: str | None = None,
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
@@ -64,6 +65,7 @@ def init_model(
         compute_dtype: dtype of products and activations; None for that of the parameters.
         sampling_dtype: "int8" or "fp8" to sample with kernels in eight bits; None for the parameters.
         quantize_head: True to sample with a head in eight bits, too.
+        kv_cache_dtype: "fp8" to sample with keys and values in eight bits, too.
         remat: activations that the backward pass recomputes to save memory: none, all but products with weights and
             attention kernels (`dots`), all but attention and its projections (`projections`), all but attention kernels
             (`attention`), or whole layers (`full`).
@@ -79,7 +81,8 @@ def init_model(
     dtypes = _checked_dtypes(dtype, compute_dtype, lora)
     sharding = None if mesh is None else sharding_for(config, mesh)
     options: dict[str, Any] = {"compute_dtype": dtypes.compute, "sampling_dtype": sampling_dtype}
-    model = decoder(config, remat, **options, quantize_head=quantize_head, lora=lora_spec(lora), sharding=sharding)
+    options |= {"quantize_head": quantize_head, "kv_cache_dtype": kv_cache_dtype}
+    model = decoder(config, remat, **options, lora=lora_spec(lora), sharding=sharding)
     return model, _add_adapters(model, _init_base(config, dtypes, sharding, key), lora, key)
 
 
@@ -97,6 +100,7 @@ def load_model(
     compute_dtype: Any = None,
     sampling_dtype: str | None = None,
     quantize_head: bool = False,
+    kv_cache_dtype: str | None = None,
     remat: Remat = "dots",
     lora: Lora | None = None,
     mesh: Mesh | None = None,
@@ -111,7 +115,7 @@ def load_model(
 
     Args:
         key: PRNG key of fresh adapters, when `lora` is a `LoraSpec`; None for `jax.random.key(0)`.
-        dtype, compute_dtype, sampling_dtype, quantize_head, remat, lora, mesh: as for `init_model`.
+        dtype, compute_dtype, sampling_dtype, quantize_head, kv_cache_dtype, remat, lora, mesh: as for `init_model`.
         context_tokens: tokens of the longest context, on which positions with LongRoPE depend, as of Phi-4-mini.
         ignored_keys: keys of `config.json` that change no arithmetic, though they are not known. A folder of adapters
             names those of its base.
@@ -131,7 +135,8 @@ def load_model(
     tensors = file_tensors(config)
     sharding = None if mesh is None else sharding_for(config, mesh)
     options: dict[str, Any] = {"compute_dtype": dtypes.compute, "sampling_dtype": sampling_dtype}
-    model = decoder(config, remat, **options, quantize_head=quantize_head, lora=lora_spec(lora), sharding=sharding)
+    options |= {"quantize_head": quantize_head, "kv_cache_dtype": kv_cache_dtype}
+    model = decoder(config, remat, **options, lora=lora_spec(lora), sharding=sharding)
     shapes, device = parameter_shapes(config), SingleDeviceSharding(jnp.zeros(()).device)
     places = jax.tree.map(lambda _: device, shapes) if sharding is None else sharding.shardings(shapes)
     file = gguf_file(folder)
@@ -183,6 +188,7 @@ def on_mesh(model: Model, mesh: Mesh | None, *, compute_dtype: Any = None) -> Mo
     assert isinstance(model.config, DecoderConfig) and isinstance(model.lora, LoraSpec | None)
     sharding = None if mesh is None else sharding_for(model.config, mesh)
     options: dict[str, Any] = {"sampling_dtype": model.sampling_dtype, "quantize_head": model.quantize_head}
+    options |= {"kv_cache_dtype": model.kv_cache_dtype}
     return decoder(model.config, compute_dtype=compute_dtype, **options, lora=model.lora, sharding=sharding)
 
 

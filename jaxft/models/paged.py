@@ -20,6 +20,7 @@ from jaxft.core.reductions import invariant_sum, rounded_exp
 from jaxft.core.sharding import Sharding, compute_devices, compute_platform
 from jaxft.models.attention import MASK_VALUE, Scores
 from jaxft.models.flash import AMPERE, compute_capability
+from jaxft.models.quantized import narrowed
 
 PagedKernel = Literal["reference", "triton", "mosaic"]
 
@@ -28,7 +29,8 @@ class LayerPages(NamedTuple):
     """Keys and values of one layer, and in one of experts those that each token was routed to, as in `Batch.experts`.
 
     On CPUs keys are `[N K h P]`, transposed, and values `[N K P h]`, so that products read them in order. Elsewhere
-    both are `[K N P h]`, as kernels load them. Experts have no heads to divide over a mesh.
+    both are `[K N P h]`, as kernels load them. They may be in fp8, which products widen. Experts have no heads to
+    divide over a mesh.
     """
 
     keys: Float[Array, "..."]
@@ -114,7 +116,7 @@ def write_and_attend(
         sharding: sharding of the model, or None for one device.
         sinks: score of nothing in each head.
     """
-    axis, kernel = page_axis(sharding), choose_paged_kernel(pages.keys.dtype, compute_devices(sharding))
+    axis, kernel = page_axis(sharding), choose_paged_kernel(q.dtype, compute_devices(sharding))
     compute = partial(_write_and_attend, scores, axis, kernel)
     if sharding is None:
         return compute(q, k, v, pages, rows, sinks)
@@ -142,6 +144,7 @@ def _write_and_attend(
     rows: PagedRows,
     sinks: Array | None,
 ) -> tuple[Array, LayerPages]:
+    k, v = (narrowed(x, pages.keys.dtype) for x in (k, v))
     if kernel != "reference":
         # Pallas takes half a second, which users of CPUs are spared.
         from jaxft.models import paged_kernels, paged_kernels_tpu
@@ -297,7 +300,9 @@ def attend_reference(
         places = column * PAGE_TOKENS + jnp.arange(PAGE_TOKENS)
         is_held = places < ends[:, None]  # [B P]
         keys, values = take_pages(pages, number, is_held, axis)
-        keys, values = keys[:, :, :width], values[..., :width]  # on TPUs heads are padded
+        keys, values = (
+            x.astype(q.dtype) for x in (keys[:, :, :width], values[..., :width])
+        )  # on TPUs heads are padded
         visible = (places <= positions[:, :, None]) & is_held[:, None]  # [B T P]
         if window is not None:
             visible &= places > positions[:, :, None] - window

@@ -285,10 +285,11 @@ def _add_page(
 ) -> tuple[Array, Array, Array]:
     """Return the running softmax after a page, of which only what `is_seen` is loaded; `visible` None is all of it."""
     largest, mass, mixed = carry
-    scored = scores.of(multiply(q, plgpu.load(k_ref, mask=is_seen, other=0.0), ((1,), (1,))))  # [tile P]
+    k = plgpu.load(k_ref, mask=is_seen, other=0.0).astype(q.dtype)  # which may be in fp8
+    scored = scores.of(multiply(q, k, ((1,), (1,))))  # [tile P]
     scored = scored if visible is None else jnp.where(visible, scored, MASK_VALUE)
     largest, weights, correction = reweigh(scored, largest)
-    v = plgpu.load(v_ref, mask=is_seen, other=0.0)
+    v = plgpu.load(v_ref, mask=is_seen, other=0.0).astype(q.dtype)
     mass = mass * correction + weights.sum(axis=1, keepdims=True)
     mixed = mixed * correction + multiply(weights.astype(v.dtype), v, ((1,), (0,)))
     return largest, mass, mixed

@@ -204,7 +204,9 @@ def _tpu_kernel(treedef: Any, *refs: Any, step_pages: int, block: int, scores: S
 
     @pl.when(column < span.end)
     def _attend() -> None:
-        k, v = (jnp.concatenate([ref[...] for ref in refs], axis=1) for refs in (keys_refs, values_refs))  # [K nP h]
+        k, v = (
+            jnp.concatenate([ref[...].astype(q_ref.dtype) for ref in refs], axis=1) for refs in (keys_refs, values_refs)
+        )  # [K nP h]
         shape = kv_heads, tile, step_pages * page_size
         scored = scores.of(multiply(q_ref[...], k, ((2,), (2,)), ((0,), (0,))))  # [K tile nP]
         slots = column * page_size + jax.lax.broadcasted_iota(jnp.int32, shape, 2)

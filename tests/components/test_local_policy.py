@@ -460,6 +460,7 @@ def configured(tmp_path, overrides=(), **llms):
             ("compute_dtype", None),
             ("sampling_dtype", "int8"),
             ("quantize_head", True),
+            ("kv_cache_dtype", "fp8"),
             ("remat", "full"),
             ("mesh", {"data": 1}),
             ("lora", LORA),
@@ -482,7 +483,10 @@ def test_fp8_is_refused_where_a_device_has_none(target, name):
         return
     with pytest.raises(ValueError, match=f"sampling_dtype is fp8, which .*{name}.* does not have; wanted int8"):
         check_sampling_dtype(config, device)
-    check_sampling_dtype(config.model_copy(update={"sampling_dtype": "int8"}), device)
+    config = config.model_copy(update={"sampling_dtype": "int8"})
+    check_sampling_dtype(config, device)
+    with pytest.raises(ValueError, match=f"kv_cache_dtype is fp8, which .*{name}.* does not have; leave it out"):
+        check_sampling_dtype(config.model_copy(update={"kv_cache_dtype": "fp8"}), device)
 
 
 def test_a_loss_that_cannot_be_is_refused_before_weights_are_read(tmp_path):

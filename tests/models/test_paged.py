@@ -253,18 +253,23 @@ def test_several_tokens_at_once_are_the_same_as_token_by_token(axis, window):
     np.testing.assert_allclose(one_by_one, at_once, rtol=0, atol=1e-6)
 
 
-def test_the_layer_writes_and_attends_in_the_layout_of_the_device():
+@pytest.mark.parametrize("dtype", [np.float32, jnp.float8_e4m3fn])
+def test_the_layer_writes_and_attends_in_the_layout_of_the_device(dtype):
+    """In fp8, which has no infinity, the largest numbers are cut to 448."""
     counts, tables, starts = np.array([70, 128], np.int32), shuffled_tables([71, 129]), np.zeros(2, np.int32)
     q, k, v = draw(1, 2, 128, HEADS, WIDTH), *draw(2, 2, 2, 128, KV_HEADS, WIDTH)
+    k[0, 3, 0, 0] = -500
 
     @jax.jit
     def two_calls(q, k, v, rows, row):
-        pages = init_pages(11, KV_HEADS, WIDTH, jnp.float32, "cpu")
+        pages = init_pages(11, KV_HEADS, WIDTH, dtype, "cpu")
         mixed, pages = write_and_attend(q, k, v, pages, rows, PLAIN, None)
         return mixed, write_and_attend(q[:, :1], k[:, :1], v[:, :1], pages, row, PLAIN, None)[0]
 
     row = PagedRows(tables, counts, np.ones(2, np.int32))  # one token more in each
     mixed, more = map(np.asarray, two_calls(q, k, v, PagedRows(tables, starts, counts), row))
+    if dtype != np.float32:
+        k, v = (np.clip(x, -448, 448).astype(dtype).astype(np.float32) for x in (k, v))
     for i, count in enumerate(counts):
         found = np.concatenate([mixed[i, :count], more[i]])
         queries, keys, values = (np.concatenate([x[i, :count], x[i, :1]]) for x in (q, k, v))

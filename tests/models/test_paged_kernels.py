@@ -115,6 +115,17 @@ def test_kernels_give_the_values_of_plain_attention(name, length, kv_heads, grou
     assert not mixed[2].any()  # the idle row
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_pool_in_fp8_is_widened(name):
+    length, kv_heads, groups, scores, dtype, head_dim = CASES[0]
+    q, *pool, tables, starts, counts = draw(length, groups, dtype, kv_heads, head_dim)
+    pool = [x.astype(jnp.float8_e4m3fn) for x in pool]
+    mixed = np.asarray(KERNELS[name](q, *pool, tables, starts, counts, scores=scores), np.float32)
+    wanted = attend_in_float64(q, *pool, tables, starts, counts, scores)
+    is_real = ~np.isnan(wanted)
+    np.testing.assert_allclose(mixed[is_real], wanted[is_real], rtol=0, atol=4 * EPSILON[dtype])
+
+
 @pytest.mark.parametrize(("kv_heads", "groups", "scores", "dtype", "head_dim"), [
     (2, 2, Scores(64**-0.5), "bfloat16", 64), (1, 3, Scores(0.2, 70, 2.0, True), "float32", 96),
     pytest.param(2, 1, Scores(64**-0.5, 1), "float32", 64, marks=pytest.mark.slow),

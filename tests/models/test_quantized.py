@@ -157,3 +157,13 @@ def test_only_kernels_of_layers_are_quantised():
     assert isinstance(kernel, Quantized) and kernel.scale.dtype == jnp.bfloat16
     assert not is_quantized({name: leaf for name, leaf in shapes.items() if name != "layers"})
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(shapes) if leaf.dtype.itemsize == 1} == {"int8"}
+
+
+def test_options_of_the_sampler_without_a_type_of_its_kernels_are_refused():
+    pages = jax.eval_shape(
+        lambda: decoder(CONFIG, sampling_dtype="int8", kv_cache_dtype="fp8").init_cache(2, "float32")
+    )
+    assert {leaf.dtype for leaf in jax.tree.leaves(pages)} == {jnp.dtype(jnp.float8_e4m3fn)}
+    for options in ({"quantize_head": True}, {"kv_cache_dtype": "fp8"}):
+        with pytest.raises(ValueError, match="without a sampling_dtype; wanted int8 or fp8"):
+            decoder(CONFIG, **options)
