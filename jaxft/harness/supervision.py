@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import contextvars
 import ctypes
-import faulthandler
 import inspect
 import os
 import sys
@@ -19,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO, cast
+from typing import Any
 
 import jaxft
 from jaxft.errors import UserCodeError, user_code
@@ -31,9 +30,9 @@ from jaxft.rollout.recorder import Episode
 GRACE_SECONDS = 5.0
 """Time that cancelled code may take to clean up before it is abandoned."""
 BLOCKED_SECONDS = 5.0
-"""Time that code may block the event loop before the stacks of all threads are shown."""
+"""Time that code may block the event loop before a message names it."""
 BEAT_SECONDS = 1.0
-"""Interval at which the event loop shows that it goes on."""
+"""Interval at which the event loop is asked whether it goes on."""
 
 _LIBRARIES = (
     *{f"{Path(sysconfig.get_path(name)).resolve()}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -71,8 +70,7 @@ class Supervisor:
         Args:
             log: shows a message; called from any thread.
             grace_seconds: time that cancelled code may take to clean up before it is abandoned.
-            blocked_seconds: time that code may block the event loop before standard error has the stacks of all
-                threads; None: any time.
+            blocked_seconds: time that code may block the event loop before a message names it; None: any time.
         """
         self.num_abandoned = 0
         self._log = log
@@ -109,15 +107,15 @@ class Supervisor:
         started = time.monotonic()
         self._names[task] = name
         if self._blocked_seconds is not None and not self._is_watched:
-            self._watch(self._blocked_seconds)
+            self._is_watched = True
+            watched = asyncio.get_running_loop(), threading.get_ident(), self._blocked_seconds
+            threading.Thread(target=self._watch, args=watched, name="watchdog", daemon=True).start()
         try:
             await asyncio.wait({task}, timeout=seconds)
             is_done = task.done()
         finally:
             await self._end(task)
             del self._names[task]
-            if not self._names:
-                faulthandler.cancel_dump_traceback_later()
         if not is_done:
             raise TimeoutError(f"{late} within {seconds:g} s") from _where_it_was(task)
         if task.cancelled():
@@ -214,12 +212,25 @@ class Supervisor:
             f"({self.num_abandoned} abandoned so far)"
         )
 
-    def _watch(self, seconds: float) -> None:
-        """Show the stacks of all threads if this event loop stands still for so long while user code runs."""
-        self._is_watched = bool(self._names)
-        if self._is_watched:
-            faulthandler.dump_traceback_later(seconds, file=cast(TextIO, sys.__stderr__))
-            asyncio.get_running_loop().call_later(BEAT_SECONDS, self._watch, seconds)
+    def _watch(self, loop: asyncio.AbstractEventLoop, thread: int, seconds: float) -> None:
+        """Name the code that holds the event loop for so long, while user code runs."""
+        while self._names and not loop.is_closed():
+            beat = threading.Event()
+            with contextlib.suppress(RuntimeError):  # the loop has been closed just now
+                loop.call_soon_threadsafe(beat.set)
+            if not beat.wait(seconds) and not loop.is_closed():
+                task, frame = asyncio.current_task(loop), sys._current_frames().get(thread)
+                where = None if frame is None else innermost_user_frame(traceback.walk_stack(frame))
+                if task is not None and where is not None:  # not jaxft itself, such as tokenising
+                    self._log(
+                        f"{task.get_name()} has held the event loop for {seconds:g} s, at {where}; all other episodes "
+                        "and all deadlines wait for it: await there, or let it run in a thread, as a workflow that is "
+                        "a plain function (def) and asks with llm.chat_sync does"
+                    )
+                while not beat.wait(BEAT_SECONDS) and not loop.is_closed():
+                    pass
+            time.sleep(min(BEAT_SECONDS, seconds))
+        self._is_watched = False
 
 
 def named(episode: Episode) -> str:

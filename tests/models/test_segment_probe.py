@@ -87,7 +87,7 @@ def kernel(monkeypatch):
     def use(attention):
         probe_module._leak_on_devices.cache_clear()
         monkeypatch.setattr(flash_module, "choose_kernel", lambda *_, has_segments: Choice("splash"))
-        run = lambda scores, devices, ids, q, k, v: attention(scores, ids, q, k, v)  # noqa: E731
+        run = lambda scores, devices, ids, sinks, q, k, v: attention(scores, ids, q, k, v)  # noqa: E731
         monkeypatch.setitem(flash_module.KERNELS, "splash", run)
 
     yield use

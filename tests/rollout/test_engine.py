@@ -187,7 +187,7 @@ def test_budget_and_context_end_an_answer_as_length(policy, serve):
         ({"key_ids": (0, 2**32, 0, 0, 0, 0)}, rf"key_ids .*\(0, {2**32}, 0.* uint32"),
         ({"prompt_ids": (7, 262, 8)}, r"prompt_ids\[1\] is 262; .* 262 tokens"),
         ({"prompt_ids": (-1, 7)}, r"prompt_ids\[0\] is -1; .* 262 tokens"),
-        ({"prompt_ids": (7, 8, 2**70)}, rf"prompt_ids\[2\] is {2**70}; .* 262 tokens"),
+        ({"prompt_ids": (7, 8, 2**70)}, "prompt_ids holds object; wanted integers"),
         ({"stop_ids": (2**40,)}, f"stop_ids are \\({2**40},"),
         ({"temperature": 1e39}, r"temperature is 1e\+39"),
         ({"temperature": 1e-40}, "temperature is 1e-40"),
