@@ -300,9 +300,8 @@ def attend_reference(
         places = column * PAGE_TOKENS + jnp.arange(PAGE_TOKENS)
         is_held = places < ends[:, None]  # [B P]
         keys, values = take_pages(pages, number, is_held, axis)
-        keys, values = (
-            x.astype(q.dtype) for x in (keys[:, :, :width], values[..., :width])
-        )  # on TPUs heads are padded
+        # On TPUs heads are padded.
+        keys, values = keys[:, :, :width].astype(q.dtype), values[..., :width].astype(q.dtype)
         visible = (places <= positions[:, :, None]) & is_held[:, None]  # [B T P]
         if window is not None:
             visible &= places > positions[:, :, None] - window

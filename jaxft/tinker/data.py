@@ -16,7 +16,7 @@ MAX_RANK = 256
 
 
 class Given(BaseModel):
-    """What a client gives."""
+    """Base of the arguments of the verbs, which refuse unknown fields."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, from_attributes=True, arbitrary_types_allowed=True

@@ -355,7 +355,7 @@ def test_secrets_in_errors_of_workers_are_masked(workers):
 
 @pytest.mark.slow
 def test_a_run_is_the_same_in_workers(tmp_path):
-    """Of a mixture, whose experts are replayed; and an agent that is no coroutine, in a thread of a worker."""
+    """A mixture replays its experts, and an agent that is no coroutine runs in a thread of a worker."""
     far = train(tmp_path / "workers", how="sync", general=PROCESS, preset=MIXTURE)
     assert far == train(tmp_path / "plain", preset=MIXTURE)
     assert b'"replayed_token_fraction": 1.0,' in far["training_metrics.jsonl"]
