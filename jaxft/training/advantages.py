@@ -56,13 +56,15 @@ def with_usable_rewards(
         unusable: `finetuning.reward_function.unusable`; `zero` replaces rewards that are not usable by 0.
 
     Raises:
-        TrajectoryError: no trajectory has some name; or one has no usable reward, and `unusable` is `error`.
+        TrajectoryError: no trajectory has some name or, with several tasks, any name; or one has no usable reward, and
+            `unusable` is `error`.
     """
     names = list(loss.reward_weights or {})
     known = {name for group in groups for trajectory in group for name in trajectory.named_rewards or {}}
-    has_scores = any(t.scorable and t.named_rewards != {} for group in groups for t in group)
+    scored = [t for group in groups for t in group if t.scorable and t.named_rewards != {}]
     missing = [name for name in names if name not in known]
-    if missing and has_scores:
+    has_tasks = any(t.task is not None for t in scored)  # whose evaluators need not give all names
+    if missing and scored and (missing == names or not has_tasks):
         there = ", ".join(sorted(known)) or "no named rewards"
         raise TrajectoryError(f"reward_weights names {', '.join(missing)}; the evaluator gave {there}")
 

@@ -118,6 +118,17 @@ def test_no_weighted_reward_at_all_is_none(make_group):
     assert unchanged == group
 
 
+@pytest.mark.parametrize("unusable", ["unscorable", "zero", "error"])
+@pytest.mark.parametrize("knobs", [{}, NORMALIZED])
+def test_a_job_need_not_hold_every_task_whose_rewards_have_weights(make_group, unusable, knobs):
+    group = make_group(1.0, 0.0, named_rewards=[{"right": 1.0}, {"right": 0.0}], task=["words"] * 2)
+    loss = LossConfig(reward_weights={"right": 2.0, "won": 1.0}, **knobs)
+    (usable,) = with_usable_rewards([group], loss, unusable)
+    assert usable == group and collect_rewards([group], loss).rewards.tolist() == [2.0, 0.0]
+    with pytest.raises(TrajectoryError, match="reward_weights names rigth, won; the evaluator gave right"):
+        with_usable_rewards([group], LossConfig(reward_weights={"rigth": 1.0, "won": 1.0}, **knobs), unusable)
+
+
 def test_a_named_reward_that_is_missing_may_be_zero_or_an_error(make_group):
     named = [{"right": 1.0, "short": 1.0}, {"right": None, "short": 1.0}, {}, {"right": math.inf}]
     group, loss = make_group(2.0, 1.0, 0.0, 0.0, named_rewards=named), LossConfig(reward_weights={"right": 1.0})
