@@ -205,7 +205,7 @@ class GRPOTrainer(LoggedTrainer):
             metrics = await self.train_epoch()
             if metrics is None:
                 return self.statuses
-            if not is_validated:
+            if not is_validated and metrics.get("episodes") != 0:  # 0: all groups go on in the next collection
                 self._early_stop.count(metrics.get("reward_mean"))
         if self.is_stopping:
             return self.statuses
@@ -418,7 +418,7 @@ class EarlyStop:
         self._best, self._without_gain, self._last = state["best"], state["without_gain"], state["last"]
 
     def count(self, reward: float | None) -> None:
-        """Count a mean reward; None stands for an epoch without a usable reward, which is no gain."""
+        """Count a mean reward; None stands for episodes without a usable reward, which are no gain."""
         has_gained = reward is not None and (self._best is None or reward > self._best)
         self._best, self._last = reward if has_gained else self._best, reward
         self._without_gain = 0 if has_gained else self._without_gain + 1

@@ -329,10 +329,12 @@ def train(tmp_path, make_items):
         validation=None,
         finetuning=None,
         timeout_seconds=None,
+        carry_over=None,
         **config,
     ):
         async def main(directory, shown):
             builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=generations))
+            builder.carry_over = carry_over
             evaluation = Evaluation(workflow, {"reward": reward}, "reward", 4, 0, timeout_seconds=timeout_seconds)
             await builder.bind_evaluation(evaluation, make_items(names))
             trainer = GRPOTrainer(GRPOTrainerConfig(**config), directory=directory, console=Console(shown))
@@ -739,6 +741,18 @@ def test_a_run_ends_on_a_plateau(train):
     statuses, _, shown, _ = train(generation, adapter, epochs=9, early_stop={"patience": 3})
     assert len(statuses) == 4  # the first reward, and three without a gain
     assert re.search(r"after 4 epochs: .* not risen above 0\.5 for 3 times", shown)
+
+
+def test_epochs_whose_groups_all_go_on_are_no_plateau(train):
+    async def slow(example):
+        episode().is_carried = episode().answer_tokens is not None  # which it is in two collections
+        return 0.5
+
+    adapter = NotingAdapter(applied_updates=1.0)
+    early = {"early_stop": {"patience": 2}}
+    statuses, rows, shown, _ = train(slow, adapter, epochs=9, carry_over=(1, 2), **early)
+    assert [row["episodes"] for row in rows] == [0, 0, 4, 4, 4] and len(statuses) == 3
+    assert re.search(r"after 5 epochs: .* not risen above 0\.5 for 2 times", shown)
 
 
 def test_a_plateau_of_nothing_learned_is_still_an_error(train):
