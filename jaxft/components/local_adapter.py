@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,6 +49,7 @@ from jaxft.rollout.weights import Weights
 from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
 from jaxft.training.config import SELF_TEACHERS
 from jaxft.training.job_records import BadBatches, KeptTokens
+from jaxft.training.learner import Learner
 from jaxft.training.memory import (
     choose_remat,
     disk_bytes,
@@ -71,7 +72,6 @@ class LocalTrainerAdapter(TrainerAdapter):
 
     Attributes:
         policy: samples, and is trained in place.
-        learner: optimizer, reference and value head.
         max_staleness: number of versions that episodes may be behind.
         samples_beside: True if jobs and sampling share the device, with weights of their own.
     """
@@ -92,7 +92,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         model_card: Callable[[int], ModelCard] | None = None,
         weights: Mapping[str, Weights] | None = None,
     ) -> None:
-        """Make the learner.
+        """Make the adapter, without its learner.
 
         Args:
             adapter_config: settings of the adapter.
@@ -105,16 +105,12 @@ class LocalTrainerAdapter(TrainerAdapter):
             note_remat: called with the checkpoint policy that was chosen.
             model_card: returns the card of an exported model from the policy's version; None: exports have none.
             weights: the `reference`, if it is of another checkpoint, and the `teacher`, as far as the loss has them.
-
-        Raises:
-            ValueError: settings of the loss exclude each other.
         """
         adapter_config = adapter_config.for_context(policy.engine.max_context_tokens)
         super().__init__(adapter_config)
         self.policy = policy
         self.max_staleness, self.samples_beside = 0, False
         self._make_learner = partial(make_learner, adapter_config, policy.model, seed, weights or {})
-        self.learner = self._make_learner()
         self._chooses_remat, self._note_remat = chooses_remat, note_remat
         self._warn = warn
         if policy.model.sampling_dtype is not None and adapter_config.loss.is_policy_loss:
@@ -126,11 +122,24 @@ class LocalTrainerAdapter(TrainerAdapter):
         self._reported_compiles = 0
         self._speed = Speed(policy)
 
-    async def initialize(self, run_config: FinetuneConfig) -> None:
-        """Store the run's configuration, and choose the checkpoint policy if that is left to the adapter.
+    @cached_property
+    def learner(self) -> Learner:
+        """Optimizer, reference and value head; made at the first access, as `allow_staleness` decides the correction.
 
         Raises:
-            ConfigError: `finetuning.target_model` is another language model than the adapter's.
+            ConfigError: settings of the loss exclude each other.
+        """
+        try:
+            return self._make_learner(max_staleness=self.max_staleness)
+        except ValueError as error:
+            raise ConfigError([f"finetuning.trainer_adapter: {error}"]) from error
+
+    async def initialize(self, run_config: FinetuneConfig) -> None:
+        """Store the run's configuration, make the learner, and choose the checkpoint policy if it is left open.
+
+        Raises:
+            ConfigError: `finetuning.target_model` is another language model than the adapter's, or settings of the loss
+                exclude each other.
         """
         await super().initialize(run_config)
         if run_config.target_model not in (None, self.adapter_config.llm):
@@ -140,13 +149,14 @@ class LocalTrainerAdapter(TrainerAdapter):
                     f"'{self.adapter_config.llm}'"
                 ]
             )
+        learner = self.learner
         if self._chooses_remat:
             pins = self.samples_beside
-            remat = await self.policy.read(partial(choose_remat, self.learner, self.policy, are_pinned=pins))
+            remat = await self.policy.read(partial(choose_remat, learner, self.policy, are_pinned=pins))
             choices = await process_group().gather("remat", remat)  # which devices and compilers may make differ
             most_frugal = max(choices, key=REMATS.index)
             if most_frugal != remat:
-                self.learner.use_remat(most_frugal)
+                learner.use_remat(most_frugal)
             self._note_remat(most_frugal)
 
     def allow_staleness(self, max_staleness: int) -> None:
@@ -170,7 +180,6 @@ class LocalTrainerAdapter(TrainerAdapter):
             )
         self.max_staleness, self.samples_beside = max_staleness, True
         self._check_correction("max_staleness", max_staleness, "earlier weights'")
-        self.learner = self._make_learner(max_staleness=max_staleness)
 
     def _check_correction(self, field: str, value: Any, whose: str) -> None:
         """Raise unless something corrects the loss for samples that differ by a field, and warn if nothing is to.

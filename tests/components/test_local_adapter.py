@@ -375,7 +375,9 @@ def group(rows, run_id, rewards=(1.0, 0.0, 1.0, 0.0)):
 def strict_adapter(make_policy):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_job, "MAX_DISAGREEING_FRACTION", 0.1)
-        return make_adapter(make_policy())
+        adapter = make_adapter(make_policy())
+        _ = adapter.learner  # made with that threshold
+        return adapter
 
 
 @pytest.fixture

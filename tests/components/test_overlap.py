@@ -514,6 +514,10 @@ def test_several_processes_share_slots_and_devices(monkeypatch):
             {"trainer_adapters__local__loss": {"function": f"{OWN}pull", "correction": {"name": "ratio"}}},
             ") has no ratio",
         ),
+        (
+            {"trainers__loop__max_staleness": 0, "trainer_adapters__local__loss": {"name": "kl_cov"}},
+            "finetuning.trainer_adapter: loss 'kl_cov' makes one update of each job",
+        ),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path, capsys, changes, said):
@@ -534,6 +538,7 @@ def test_staleness_is_corrected_unless_the_loss_says_otherwise(policy):
 
     losses = {"name": "grpo"}, {"name": "reinforce"}, {"function": "jaxft:policy_loss"}, {"function": f"{OWN}weighted"}
     assert [allow(loss) for loss in losses] == ["ratio", "token_truncate"] * 2 and not warnings
+    assert allow({"name": "kl_cov"}) == "ratio"  # which is refused without: its jobs have one update
     with pytest.raises(ConfigError, match=r"max_staleness: is 1, but .pull. .* takes neither old_logprobs"):
         allow({"function": f"{OWN}pull"})
     assert allow({"name": "grpo", "correction": {"name": "none"}}) == "none"
