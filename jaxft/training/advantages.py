@@ -452,7 +452,13 @@ def _advantages_per_token(
         of_policy = job.batch.old_logprobs, job.sum_pi_squared
         logprobs, squares = (rows(job.per_token(table, dtype=np.float64)) for table in of_policy)
         to_go: Any = reward_to_go(rewards, trained, gamma=loss.gamma)
-        groups = credit.group_ids[job.trajectories]
+        # A discount makes returns of equal rewards differ by length, and those of one trajectory by row: no signal.
+        owners, size = job.trajectories[job.places[0]][mask], len(credit.rewards)
+        penalties = np.where(np.bincount(owners, minlength=size) > 0, np.bincount(owners, k1[mask], size), np.nan)
+        compared = (_rewards_to_go(credit, loss) - penalties[:, None]).T
+        differs = [estimate_advantages(column, credit.group_ids, "group_mean") != 0 for column in compared]
+        has_signal = np.isin(credit.group_ids, credit.group_ids[np.any(differs, axis=0)])[job.trajectories]
+        groups, to_go = credit.group_ids[job.trajectories], np.where(has_signal[:, None], to_go, 0.0)
         return {"advantages": optimal_token_advantages(to_go, logprobs, squares, trained, groups)[job.places]}
     if loss.estimator == "reinforce_pp":
         advantages = reward_to_go(rewards, trained, gamma=loss.gamma)

@@ -263,6 +263,31 @@ def test_gae_gives_returns_too(make_group):
     np.testing.assert_allclose(np.array(got.advantages)[:, 2:], [[scale] * 4, [-scale] * 4], rtol=ROUNDING)
 
 
+def test_optimal_baselines_of_discounted_tokens_need_rewards_that_differ(make_sequence):
+    """Equal rewards of other lengths, and rows of one trajectory, have none; a KL in the reward gives some."""
+
+    def trajectory(reward, *starts, **fields):
+        rows = [make_sequence(completion_mask=[False] * start + [True] * (6 - start)) for start in starts]
+        rows = [row.model_copy(update={"turns": [0, 0, 0, 0, 0, 1]}) for row in rows]
+        return Trajectory(episode=[], reward=reward, sequences=rows, **fields)
+
+    steps = {"shaped_rewards": [0.25, 0.75]}
+    silent = [
+        [trajectory(1.0, 4), trajectory(1.0, 1)],
+        [trajectory(1.0, 4, 1), trajectory(1.0, 2)],
+        [trajectory(1.0, 4, 1)],
+        [trajectory(1.0, 4, 1, **steps)],
+        [trajectory(1.0, 4, 1), trajectory(0.0)],  # no row of the other is left
+    ]
+    half = dict.fromkeys(("old_logprobs", "ref_logprobs"), np.full(6, np.log(0.5)))
+    scores, knobs = half | {"sum_pi_squared": np.full(6, 0.5)}, {"advantages": "optimal_token", "gamma": 0.9}
+    got = found([*silent, [trajectory(1.0, 4), trajectory(0.0, 1)]], scores, **knobs)
+    assert not np.any(got.advantages[:-2]) and np.all(np.any(got.advantages[-2:], axis=1))
+    assert got.metrics["no_signal_groups"] == 5
+    penalized = found(silent, scores | {"ref_logprobs": np.zeros(6)}, beta=0.1, kl="k1_in_reward", **knobs).advantages
+    assert np.any(penalized, axis=1).tolist() == [True] * 5 + [False] * 6
+
+
 @pytest.mark.parametrize(
     "knobs",
     [
