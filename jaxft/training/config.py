@@ -32,7 +32,8 @@ GROUPED = ("group", "group_mean", "leave_one_out", "batch", "max_rl", "pass_at_k
 """Advantage estimators that give groups of equal rewards exactly 0."""
 
 UNSCALED = ("group_mean", "leave_one_out", "reinforce_pp", "optimal_token", "gae")
-"""Advantage estimators that divide by no spread or mean of rewards, which would rescale a KL in the reward."""
+"""Advantage estimators that go with a KL in the reward: none divides rewards by a spread or a mean, which would rescale
+it; `reinforce_pp` and `gae` whiten reward and KL together, as published."""
 
 
 LOSS_KEYWORDS = (
