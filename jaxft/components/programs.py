@@ -45,7 +45,7 @@ class PlannedRun(NamedTuple):
     """The settings that the programs of a run follow from: policy, trainer adapter, and the shape of the model.
 
     `snapshots` are those of the policy, with the sizes that they have; they add memory, but no program. `teacher` has
-    policy and shape of the teacher of a distillation.
+    policy and shape of the teacher of a distillation. `samples_beside` is true if the sampler holds weights of its own.
     """
 
     policy: LocalPolicyConfig
@@ -53,6 +53,7 @@ class PlannedRun(NamedTuple):
     model: DecoderConfig
     snapshots: tuple[LocalPolicyConfig, ...] = ()
     max_staleness: int = 0
+    samples_beside: bool = False
     teacher: "PlannedRun | None" = None
 
     @property
@@ -111,6 +112,8 @@ def planned_run(config: Config) -> PlannedRun:
     adapter = adapter.for_context(policy.max_context_tokens)
     trainer = config.trainers.get(config.finetuning.trainer or "")
     max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
+    takes_turns = isinstance(trainer, GRPOTrainerConfig) and trainer.partial_rollout_tokens is not None
+    staleness = max_staleness, max_staleness > 0 and not takes_turns
     snapshots = tuple(
         llm.with_sampling_settings(policy)
         for llm in config.llms.values()
@@ -123,7 +126,7 @@ def planned_run(config: Config) -> PlannedRun:
         raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
     try:
         teacher = None if named is None else PlannedRun(named, adapter, read_decoder_config(named))
-        return PlannedRun(policy, adapter, read_decoder_config(policy), snapshots, max_staleness, teacher)
+        return PlannedRun(policy, adapter, read_decoder_config(policy), snapshots, *staleness, teacher)
     except (ValueError, OSError) as error:
         raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
 
@@ -214,14 +217,14 @@ class Programs:
         The purposes are those of `LocalTrainerAdapter.memory`; temporaries are not among them.
         """
         transfer, policies = WeightTransfer(self.model), (self.run.policy, *self.run.snapshots)
-        dtype, are_pinned = transfer.dtype(self.params), self.run.max_staleness > 0
+        dtype, are_pinned = transfer.dtype(self.params), self.run.samples_beside
         caches = [self._abstract_runner(policy).cache_bytes(dtype) for policy in policies]
         sampling = sampling_bytes(self.model, transfer, self.params, caches, are_pinned=are_pinned)
         return training_bytes(self.learner, self.params) | sampling
 
     def disk_bytes(self) -> dict[str, int]:
         """Return the bytes of weights in files; see `jaxft.training.memory.disk_bytes`."""
-        num_copies = len(self.run.snapshots) + (self.run.max_staleness == 1)
+        num_copies = len(self.run.snapshots) + (self.run.samples_beside and self.run.max_staleness == 1)
         has_base = self.run.policy.path is None
         return disk_bytes(self.learner, self.params, num_copies=num_copies, has_base=has_base)
 

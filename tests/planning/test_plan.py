@@ -160,6 +160,10 @@ def test_a_sampler_that_holds_its_weights_needs_them_once_more(planned, capsys):
     shown = capsys.readouterr().out
     # 596,049,920 parameters of bfloat16, 1.110 GiB, gathered along fsdp: whole on each chip.
     assert "   1.110 GiB  held sampling weights\n" in shown
+    # With partial rollouts a collection and its job take turns.
+    assert plan("v5e-8", ONE, "trainers.loop.max_staleness=1", "trainers.loop.partial_rollout_tokens=256") == 0
+    shown = capsys.readouterr().out
+    assert "held sampling weights" not in shown and "   6.661 GiB  checkpoint\n" in shown  # without a copy of them
 
 
 def test_a_snapshot_is_a_copy_in_the_dtype_of_products_with_its_own_cache(planned, capsys):
