@@ -27,6 +27,11 @@ def with_reference(logprobs, ref_logprobs, completion_mask, denominators, beta):
     return token_mean(beta * away, completion_mask, denominators), {}
 
 
+def without_weight(logprobs, ref_logprobs, completion_mask, denominators):
+    """The same without a weight."""
+    return with_reference(logprobs, ref_logprobs, completion_mask, denominators, 1.0)
+
+
 def of_one_clip(logprobs, clip_high):
     """A clip that is a number, and so the same for all tasks."""
     return logprobs.sum() * (1.0 if clip_high > 0.2 else 2.0), {}

@@ -178,6 +178,8 @@ class DistillationConfig(ConfigModel):
     def _reads_something_else(self) -> "DistillationConfig":
         if self.teacher in SELF_TEACHERS and not self.templates:
             raise config_error(f"'{self.teacher}' has nothing to teach without feedback_template and solution_template")
+        if self.form != "jensen_shannon" and self.mixing != type(self).model_fields["mixing"].default:
+            raise config_error(f"form '{self.form}' has no mixing: take it out")
         return self
 
 
@@ -522,13 +524,19 @@ class LossConfig(ConfigModel):
                     raise config_error(f"per_task.{task}.{name}: set {name} of the loss, too, for the other tasks")
                 if name in BY_TASK[:3] and value is None:
                     raise config_error(f"per_task.{task}.{name} is null: give a number, or leave it out")
+                if name in self.task_tables and self.function is not None and not self.function.takes(name):
+                    raise config_error(f"per_task.{task}.{name}: {self.function.place} takes no {name}: leave it out")
             try:
-                clip_high = self.of_task(task).clip_high
+                options = self.of_task(task)
             except ValidationError as error:
                 places = [".".join(map(str, ("per_task", task, *each["loc"]))) for each in error.errors()]
                 messages = [each["msg"].replace("Input should", "must") for each in error.errors()]
                 raise_faults(zip(places, messages, strict=True))
-            if self.function is None and self.delta is not None and self.delta <= 1 + (clip_high or 0):
+            if "max_completion_tokens" in own and options.overlong_buffer_tokens is None:
+                fault = "is for the length penalty alone: set overlong_buffer_tokens, or leave it out"
+                raise config_error(f"per_task.{task}.max_completion_tokens {fault}")
+            clip_high = options.clip_high or 0
+            if self.function is None and self.delta is not None and self.delta <= 1 + clip_high:
                 raise config_error(f"per_task.{task}.clip_high: delta is {self.delta}, wanted above 1 + {clip_high}")
         return self
 

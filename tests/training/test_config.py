@@ -60,6 +60,15 @@ def test_a_kl_in_the_reward_is_none_in_the_loss():
         ),
         ({"per_task": {"a": {"overlong_buffer_tokens": 4}}}, r"per_task.a\n +overlong_buffer_tokens needs"),
         ({"name": "sft", "per_task": {"a": {}}}, "sft has no per_task"),
+        (
+            {"name": "dr_grpo", "max_completion_tokens": 9, "per_task": {"a": {"max_completion_tokens": 4}}},
+            "per_task.a.max_completion_tokens is for the length penalty alone",
+        ),
+        (
+            {"function": "tests.own_functions:without_weight", "beta": 0.1, "per_task": {"a": {"beta": 0.2}}},
+            "per_task.a.beta: .* takes no beta",
+        ),
+        ({"distillation": {"teacher": "self", "form": "reverse", "mixing": 0.3}}, "form 'reverse' has no mixing"),
     ],
 )
 def test_knobs_that_cannot_be_are_refused_before_anything_is_trained(knobs, message):
