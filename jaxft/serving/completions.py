@@ -43,8 +43,8 @@ class ChatCompletionRequest(CompletionFields, ChatFields):
 
     ignored = CompletionFields.ignored | ChatFields.ignored | {"prediction"}
 
-    messages: list[dict[str, Any]] = Field(description="The conversation, of text only.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
+    messages: Many[dict[str, Any]] = Field(description="The conversation, of text only.")
+    tools: Many[dict[str, Any]] | None = Field(None, description="Functions that the model may call.")
     tool_choice: TextOr[dict[str, Any]] | None = Field(None, description="`auto`, `none`, `required` or a function.")
     max_completion_tokens: Count | None = Field(None, description="Newer name of `max_tokens`.")
     logprobs: bool | None = Field(None, description="Log-probabilities over the whole vocabulary.")

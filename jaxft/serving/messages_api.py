@@ -22,6 +22,7 @@ from jaxft.serving.schemas import (
     Caller,
     Count,
     Dialect,
+    Many,
     Name,
     Natural,
     Refused,
@@ -85,7 +86,7 @@ class ToolResultBlock(Cached):
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(description="The `id` of the call.")
-    content: TextOr[list[TextBlock]] | None = Field(None, description="Text only.")
+    content: TextOr[Many[TextBlock]] | None = Field(None, description="Text only.")
     is_error: bool | None = Field(None, description="True: a result without content says `error`.")
     toolset_name: Annotated[Any, OWN_TOOLS] = None
 
@@ -97,21 +98,21 @@ class UserMessage(RequestObject):
     """A message of the user, which has the results of tools as well."""
 
     role: Literal["user"]
-    content: TextOr[list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]]
+    content: TextOr[Many[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]]
 
 
 class AssistantMessage(RequestObject):
     """A message of the assistant."""
 
     role: Literal["assistant"]
-    content: TextOr[list[Annotated[AssistantBlock, Field(discriminator="type")]]]
+    content: TextOr[Many[Annotated[AssistantBlock, Field(discriminator="type")]]]
 
 
 class SystemMessage(RequestObject):
     """A message of the system."""
 
     role: Literal["system"]
-    content: TextOr[list[TextBlock]]
+    content: TextOr[Many[TextBlock]]
 
 
 AnyMessage = UserMessage | AssistantMessage | SystemMessage
@@ -169,14 +170,14 @@ class MessagesRequest(APIRequest):
 
     ignored = frozenset({"metadata", "cache_control", "service_tier", "inference_geo", "speed", "diagnostics"})
 
-    messages: Annotated[list[Annotated[AnyMessage, Field(discriminator="role")]], Field(min_length=1)] = Field(
+    messages: Annotated[Many[Annotated[AnyMessage, Field(discriminator="role")]], Field(min_length=1)] = Field(
         description="The conversation, of text and tools only; the last message is not the assistant's."
     )
     max_tokens: Count = Field(description="Limit of sampled tokens.")
-    system: TextOr[list[TextBlock]] | None = Field(None, description="Text, or blocks of text: the first message.")
+    system: TextOr[Many[TextBlock]] | None = Field(None, description="Text, or blocks of text: the first message.")
     tools: Tools[MessagesTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="`auto`, `any`, `none` or a function.")
-    stop: Stops | None = Field(None, alias="stop_sequences", description="Strings that end the answer.")
+    stop: Stops | None = Field(None, alias="stop_sequences", description="At most 1,024 strings that end the answer.")
     top_k: Natural | None = Field(None, description="Number of most likely tokens to draw from; 0 for all.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
     thinking: Annotated[Any, Refused(VARIABLES, {"type": "adaptive"})] = None

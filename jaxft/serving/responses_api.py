@@ -19,6 +19,7 @@ from jaxft.serving.schemas import (
     ChatFields,
     Count,
     Dialect,
+    Many,
     Name,
     Natural,
     Refused,
@@ -82,7 +83,7 @@ class MessageItem(Item):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"] = Field(description="Who speaks.")
-    content: TextOr[list[Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]]] = Field(
+    content: TextOr[Many[Annotated[InputText | OutputText | Refusal, Field(discriminator="type")]]] = Field(
         description="Text, or parts of text."
     )
 
@@ -93,8 +94,8 @@ class ReasoningItem(Item):
     ignored = Item.ignored | {"encrypted_content"}
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = Field(None, description="Parts of `reasoning_text`.")
-    summary: list[SummaryText] | None = Field(
+    content: Many[ReasoningText] | None = Field(None, description="Parts of `reasoning_text`.")
+    summary: Many[SummaryText] | None = Field(
         None, description="Parts of `summary_text`, which are read if there is no content."
     )
 
@@ -123,7 +124,7 @@ class FunctionCallOutput(CallItem):
     ignored = Item.ignored | {"name"}
 
     type: Literal["function_call_output"]
-    output: TextOr[list[InputText]] = Field(description="Text, or parts of `input_text`.")
+    output: TextOr[Many[InputText]] = Field(description="Text, or parts of `input_text`.")
 
 
 InputItem = MessageItem | ReasoningItem | FunctionCall | FunctionCallOutput
@@ -172,7 +173,7 @@ class ResponsesRequest(ChatFields):
 
     messages: TextOr[
         Annotated[
-            list[Annotated[InputItem, Field(discriminator="type"), BeforeValidator(_name_type)]], Field(min_length=1)
+            Many[Annotated[InputItem, Field(discriminator="type"), BeforeValidator(_name_type)]], Field(min_length=1)
         ]
     ] = Field(
         alias="input",

@@ -36,7 +36,10 @@ MAX_INTEGER = 2**31 - 1
 """Largest integer of a field; arrays on the device hold no larger one."""
 
 MAX_FAULTS = 5
-"""Most faults of a request that its refusal describes; it counts the others."""
+"""Most faults of a request that its refusal describes."""
+
+MAX_STOPS = 1024
+"""Most stop strings: each token sampled is searched for all of them."""
 
 WAY_OUT = "the policy reads text only, and tools are functions of the agent's"
 """Advice in the refusal of an object of another type."""
@@ -68,8 +71,8 @@ Penalty = Annotated[float, Field(ge=-2, le=2), AS_SENT]
 Count = Annotated[int, Field(ge=1, le=MAX_INTEGER)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INTEGER)]
 Seed = Annotated[int, Field(gt=-(2**63), lt=2**63)]
-Stops = Many[Annotated[str, Field(min_length=1)]]
-Tools = Annotated[list[Item], Field(max_length=MAX_TOOLS)]
+Stops = Annotated[Many[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
+Tools = Annotated[Many[Item], Field(max_length=MAX_TOOLS)]
 Name = Annotated[str, Field(pattern=f"^{TOOL_NAME.pattern}$")]
 
 
@@ -138,8 +141,14 @@ class RequestObject(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, values: Any) -> Any:
-        is_object = isinstance(values, Mapping)
-        return {name: value for name, value in values.items() if name not in cls.ignored} if is_object else values
+        if not isinstance(values, Mapping):
+            return values
+        values = {name: value for name, value in values.items() if name not in cls.ignored}
+        if len(values) > len(cls.model_fields) + MAX_FAULTS:  # pydantic would make a fault of each
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            for name in [name for name in values if name not in known][MAX_FAULTS + 1 :]:
+                del values[name]
+        return values
 
 
 class AnswerFormat(RequestObject):
@@ -222,7 +231,7 @@ class OpenAIRequest(APIRequest):
     ignored = frozenset({"user"})
 
     seed: Seed | None = Field(None, description="Varies the random numbers, which an episode fixes anyway.")
-    stop: TextOr[Stops] | None = Field(None, description="Strings that end the answer, any number of them.")
+    stop: TextOr[Stops] | None = Field(None, description="At most 1,024 strings that end the answer.")
 
 
 class ChatFields(OpenAIRequest):
@@ -291,7 +300,7 @@ def read_request(model: type[Request], body: Mapping[str, Any]) -> Request:
     """Return the request that a JSON object holds.
 
     Raises:
-        APIError: fields are missing, unknown, refused, of another type or out of their range; all of them are named.
+        APIError: fields are missing, unknown, refused, of another type or out of their range; five of them are named.
 
     >>> read_request(CompletionFields, {"model": "policy", "n": 2, "echo": None})
     Traceback (most recent call last):
@@ -306,7 +315,7 @@ def read_request(model: type[Request], body: Mapping[str, Any]) -> Request:
     except ValidationError as error:
         faults = error.errors(include_url=False)
     told = [_describe(fault, body, model) for fault in faults[:MAX_FAULTS]]
-    more = [f"there are {len(faults) - MAX_FAULTS} more faults"] if len(faults) > MAX_FAULTS else []
+    more = [f"there are at least {len(faults) - MAX_FAULTS} more faults"] if len(faults) > MAX_FAULTS else []
     kind, (_, param) = faults[0]["type"], told[0]
     codes = {"extra_forbidden": "unknown_parameter", "unsupported_parameter": "unsupported_parameter"}
     code = "invalid_type" if kind.endswith("_type") else codes.get(kind)

@@ -204,6 +204,8 @@ def explain(error: Exception) -> tuple[int, str]:
     """Return the status and the reason of an error."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
+        if isinstance(inner := first.get("ctx", {}).get("error"), ValidationError):
+            return explain(inner)
         place = ".".join(map(str, first["loc"])) or "the body"
         return 422, f"{place} is {first['input']!r:.100}: {first['msg']}"
     if isinstance(error, ValueError):

@@ -22,13 +22,14 @@ Config = dict[str, Any] | None
 
 
 class APIFuture:
-    """The result of a call: `result()` waits for it, as does `await`."""
+    """The result of a call: `result()` waits for it, as does `await`. Only sampling ends when nobody waits any more."""
 
-    def __init__(self, future: "concurrent.futures.Future[Any]") -> None:
-        self.result, self._future = future.result, future
+    def __init__(self, future: "concurrent.futures.Future[Any]", *, ends: bool = False) -> None:
+        self.result, self._future, self._ends = future.result, future, ends
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.wrap_future(self._future).__await__()
+        waiting = asyncio.wrap_future(self._future)
+        return (waiting if self._ends else asyncio.shield(waiting)).__await__()
 
 
 def _with_attributes(found: Any) -> Any:
@@ -76,7 +77,8 @@ class ServiceClient:
         async def run() -> Any:
             return then(await verb(**dict(fields_of(verb).model_validate(given))))
 
-        return APIFuture(asyncio.run_coroutine_threadsafe(run(), self._loop))
+        running = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return APIFuture(running, ends=verb == self.service.sample)
 
     def create_lora_training_client(
         self,

@@ -5,14 +5,21 @@ Arguments may also be objects of the package `tinker`, of which the attributes a
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple
+from functools import cache, partial
+from operator import methodcaller
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 MAX_RANK = 256
 """Largest rank of adapters."""
+
+Item = TypeVar("Item")
+Many = Annotated[tuple[Item, ...], Field(fail_fast=True)]
+"""Items of a request; its first wrong one is refused."""
+
+Stops = Annotated[list[Item], Field(fail_fast=True, max_length=1024)]
 
 
 class Given(BaseModel):
@@ -49,7 +56,7 @@ class SamplingParams(Given):
 
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | Stops[str] | Stops[int] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -59,13 +66,13 @@ class EncodedText(Given):
     """A part of a model's input; images and sound are not served."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
+    tokens: Many[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class ModelInput(Given):
     """Token ids that a model reads."""
 
-    chunks: tuple[EncodedText, ...]
+    chunks: Many[EncodedText]
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> "ModelInput":
@@ -93,22 +100,31 @@ class TensorData(NamedTuple):
         return self.to_numpy().tolist()
 
 
-def _ids(value: Any) -> np.ndarray:
-    return value if isinstance(value, np.ndarray) else np.array(value.to_ints(), np.int32)
-
-
-def _numbers(value: Any) -> np.ndarray:
-    return np.asarray(value if isinstance(value, list | np.ndarray) else value.to_numpy())
+def _array(from_json: Callable[..., Any], read: Callable[[Any], Any], kinds: str, value: Any) -> np.ndarray:
+    """Return a value as an array of these kinds of numbers; `read` reads objects, which `from_json` makes of a dict."""
+    try:
+        given = from_json(**value) if isinstance(value, dict) else value
+        try:
+            found = np.asarray(read(given))
+        except AttributeError:
+            found = np.asarray(given)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from None
+    if found.dtype.kind not in kinds:
+        raise ValueError(f"it holds {found.dtype}; wanted {'numbers' if 'f' in kinds else 'integers'}")
+    return found
 
 
 class Datum(Given):
-    """A `ModelInput` or its ids, and the arrays of its loss, each a `TensorData`, an array or a list.
+    """A `ModelInput` or its ids, and the arrays of its loss, each a `TensorData`, an array or a list; or JSON of them.
 
     They are kept as arrays, those of the loss with one number per token.
     """
 
-    model_input: Annotated[np.ndarray, BeforeValidator(_ids)]
-    loss_fn_inputs: dict[str, Annotated[np.ndarray, BeforeValidator(_numbers)]]
+    model_input: Annotated[np.ndarray, BeforeValidator(partial(_array, ModelInput, methodcaller("to_ints"), "iu"))]
+    loss_fn_inputs: dict[
+        str, Annotated[np.ndarray, BeforeValidator(partial(_array, TensorData, methodcaller("to_numpy"), "biuf"))]
+    ]
 
 
 class Output(NamedTuple):
@@ -155,14 +171,24 @@ class Fields(Given):
     @classmethod
     def _without_empty(cls, values: dict[str, Any]) -> Any:
         known = cls.model_fields
-        return {name: value for name, value in values.items() if name in known or (value and name not in IGNORED)}
+        unknown = [name for name, value in values.items() if value and name not in known and name not in IGNORED]
+        return {name: values[name] for name in (*known.keys() & values.keys(), *unknown[:1])}
+
+
+def fields_of(verb: Callable[..., Any]) -> type[Fields]:
+    """Return the model of a verb's arguments; those of methods are kept, without their objects."""
+    return _fields_of_method(verb.__func__) if inspect.ismethod(verb) else _make_fields(inspect.signature(verb))
 
 
 @cache
-def fields_of(verb: Callable[..., Any]) -> type[Fields]:
-    """Return the model of a verb's arguments."""
+def _fields_of_method(function: Callable[..., Any]) -> type[Fields]:
+    signature = inspect.signature(function)
+    return _make_fields(signature.replace(parameters=[*signature.parameters.values()][1:]))
+
+
+def _make_fields(signature: inspect.Signature) -> type[Fields]:
     given: dict[str, Any] = {
         each.name: (each.annotation, ... if each.default is each.empty else each.default)
-        for each in inspect.signature(verb).parameters.values()
+        for each in signature.parameters.values()
     }
     return create_model("Fields", __base__=Fields, **given)

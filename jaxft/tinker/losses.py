@@ -95,6 +95,8 @@ def summed_loss(
 
 def check_datum(place: str, datum: Datum, loss: Loss, vocabulary: int, most_tokens: int) -> None:
     """Raise a ValueError unless a datum has what a loss reads; `place` names it."""
+    if datum.model_input.ndim != 1:
+        raise ValueError(f"{place}.model_input has shape {list(datum.model_input.shape)}; wanted a list of token ids")
     length, inputs = len(datum.model_input), datum.loss_fn_inputs
     if not 1 <= length < most_tokens:
         raise ValueError(f"{place} has {length} tokens; wanted 1 to {most_tokens - 1}")

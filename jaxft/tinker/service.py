@@ -338,9 +338,14 @@ class Service:
                 find_stop=StopFinder(template.text, texts, template.tokens.is_byte) if texts else None,
                 adapter=sampler.adapter,
             )
-            for number in range(num_samples)
+            for number in range(num_samples if room else 0)
         ]
-        answers = await asyncio.gather(*map(engine.submit, requests)) if room else []
+        tasks = [asyncio.create_task(engine.submit(each)) for each in requests]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:  # the others are of no use after one has failed
+            for task in tasks:
+                task.cancel()
         sequences = [
             SampledSequence(each.token_ids, each.sampler_logprobs, each.finish_reason) for each in answers
         ] or [SampledSequence([], [], "length")] * num_samples
@@ -393,7 +398,7 @@ class Service:
         return with_adapters(self._policy.model, spec, compute_dtype=self._compute_dtype)
 
     def _check_base(self, name: str) -> None:
-        if name.partition(":")[0] != self.name:
+        if self.name not in (name, name.partition(":")[0]):
             raise ValueError(f"base_model is {name!r:.100}; served is {self.name}")
 
     def session(self, session_id: str) -> Session:

@@ -8,7 +8,8 @@ The header of a file has what is known of it: rank, targets, base, metadata and 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,20 +51,26 @@ class SavedStates:
 
     def load(self, path: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Return what is known of a saved state, and its arrays; a ValueError if there is none, or it is damaged."""
-        return _read(self._existing(path), with_arrays=True)
+        with _no_such_state(path):
+            return _read(self.file(path), with_arrays=True)
 
     def delete(self, path: str) -> None:
         """Remove a state; a ValueError if there is none."""
-        self._existing(path).unlink()
+        with _no_such_state(path):
+            self.file(path).unlink()
 
     def listed(self, model_id: str | None = None) -> list[dict[str, Any]]:
         """Return what is known of each state, of one model or of all, and Tinker's description, the oldest first."""
         found = []
-        for file in self.folder.glob(f"{'*' if model_id is None else _checked(model_id)}/*/*{SUFFIX}"):
-            about, _ = _read(file, with_arrays=False)
-            model, kind, name = file.relative_to(self.folder).with_suffix("").parts
-            path = {"checkpoint_id": f"{kind}/{name}", "tinker_path": f"tinker://{model}/{kind}/{name}"}
-            found.append({**about, **path, "checkpoint_type": KINDS[kind], "size_bytes": file.stat().st_size})
+        models = "*" if model_id is None else _checked(model_id)
+        for kind, file in ((each, file) for each in KINDS for file in self.folder.glob(f"{models}/{each}/*{SUFFIX}")):
+            path = f"tinker://{file.parts[-3]}/{kind}/{file.stem}"
+            try:
+                (about, _), size = _read(file, with_arrays=False), file.stat().st_size
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            described = {"checkpoint_id": f"{kind}/{file.stem}", "tinker_path": path, "size_bytes": size}
+            found.append({**about, **described, "checkpoint_type": KINDS[kind]})
         return sorted(found, key=lambda each: each["time"])
 
     def file(self, path: str) -> Path:
@@ -73,10 +80,14 @@ class SavedStates:
             raise ValueError(f"{path!r:.300} is no path of a saved state; wanted tinker://MODEL/weights/NAME")
         return self.folder / _checked(parts[0]) / parts[1] / (_checked(parts[2]) + SUFFIX)
 
-    def _existing(self, path: str) -> Path:
-        if not (file := self.file(path)).is_file():
-            raise ValueError(f"{path:.300}: there is no such saved state")
-        return file
+
+@contextmanager
+def _no_such_state(path: str) -> Iterator[None]:
+    """Turn the error of a missing file into that of a state which nobody saved, or somebody deleted."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ValueError(f"{path:.300}: there is no such saved state") from None
 
 
 def _read(file: Path, *, with_arrays: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

@@ -11,6 +11,7 @@ from anthropic.types.message_create_params import MessageCreateParamsBase
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as ChatParams
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from pydantic import ValidationError
 
 from jaxft.errors import RequestError
 from jaxft.serving import messages_api, responses_api
@@ -31,6 +32,19 @@ FUNCTION = {"name": "look", "parameters": SCHEMA}
 TOOL = {"type": "function", "function": FUNCTION}
 OWN_TOOL = {"name": "look", "input_schema": SCHEMA}
 NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+FAULTS = [
+    (CHAT, {"messages": [0] * 1000}),
+    (CHAT, {"tools": [0] * 1000}),
+    (CHAT, {"stop": ["a"] * 1025}),
+    (MESSAGES, {"messages": [0] * 1000}),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "a"}] * 1000}]}),
+    (MESSAGES, {"tools": [0] * 100}),
+    (RESPONSES, {"input": [0] * 1000}),
+    *((model, {f"field {number}": 1 for number in range(1000)}) for model in USUAL),
+]
+"""Requests of which pydantic would tell a thousand faults."""
 
 
 class Row(typing.NamedTuple):
@@ -362,3 +376,10 @@ def test_the_pages_list_every_field_and_its_treatment():
         text = (DOCS / page).read_text()
         assert re.findall(r"^\| `[\w.]+` \| (?:taken|refused) \| .* \|$", text, re.MULTILINE) == lines, page
         assert {*re.findall(r"^\| `([\w.]+)` \| ignored \| .* \|$", text, re.MULTILINE)} == ignored, page
+
+
+@pytest.mark.parametrize(("model", "wrong"), FAULTS)
+def test_many_faults_of_a_request_cost_no_more_than_a_few(model, wrong):
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({"model": "policy", **USUAL[model], **wrong})
+    assert caught.value.error_count() <= 7

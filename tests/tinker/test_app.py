@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from jaxft.rollout.transport import async_transport, http_library
 from jaxft.tinker import app as served
@@ -15,6 +16,17 @@ from jaxft.tinker.app import endpoints, make_app
 from jaxft.tinker.data import Datum, Output, TensorData, fields_of
 from jaxft.tinker.service import Service
 from jaxft.tinker.wire import CLASSES, PROTOBUF, read_forward_backward, write_forward_backward
+
+ROW = {"chunks": [{"tokens": [1, 2, 3]}]}
+TENSOR = {"data": [1, 1, 0], "dtype": "float32", "shape": [3]}
+JSON = {"target_tokens": [2, 3, 4], "weights": TENSOR}
+"""Arrays of a datum, as JSON has them."""
+
+
+def passes(inputs, row=ROW):
+    """A request for a forward pass as JSON."""
+    return {"model_id": "a", "loss_fn": "cross_entropy", "data": [{"model_input": row, "loss_fn_inputs": inputs}]}
+
 
 IMAGE = {"type": "image", "tokens": []}
 """A chunk that is not served."""
@@ -83,6 +95,14 @@ def test_a_session_lives_by_its_heartbeats_and_ends(service):
         ("asample", {"sampling_session_id": "a", "prompt": {"chunks": 3}}, 422, "prompt.chunks is 3"),
         ("asample", {"sampling_session_id": "a", "prompt": {"chunks": [IMAGE]}}, 422, "should be 'encoded_text'"),
         ("forward_backward", b"\x0a\xff", 400, "no ForwardBackwardRequest"),
+        ("forward_backward", passes(JSON), 410, "no session 'a'"),
+        ("forward_backward", passes({"weights": ["a"]}), 422, "weights is ['a']: "),
+        ("forward_backward", passes({"weights": {**TENSOR, "dtype": "text"}}), 422, "weights is {'data'"),
+        ("forward_backward", passes({"weights": {**TENSOR, "shape": [2**70]}}), 422, "weights is {'data'"),
+        ("forward_backward", passes({"weights": None}), 422, "weights is None: "),
+        ("forward_backward", passes(JSON, {"chunks": [IMAGE]}), 422, "should be 'encoded_text'"),
+        ("forward_backward", passes(JSON, {"chunks": 3}), 422, "chunks is 3"),
+        ("forward_backward", passes(JSON, [0.5]), 422, "model_input is [0.5]: "),
         ("asample", {**SAMPLE, "num_samples": 0}, 422, "num_samples is 0"),
         ("create_model", {**LORA, "lora_config": {"rank": 257}}, 422, "lora_config.rank is 257: "),
         ("create_model", {**LORA, "optimizer_config": {"type": "dimuon"}}, 422, "optimizer_config.type is 'dimuon'"),
@@ -94,6 +114,35 @@ def test_a_session_lives_by_its_heartbeats_and_ends(service):
 def test_bad_requests_are_refused_with_their_reason(service, path, body, status, told):
     found, answer = ask(service, lambda post: post(path, body))
     assert found == status and told in answer["detail"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt": {"chunks": [0] * 1000}},
+        {"prompt": {"chunks": [{"tokens": ["a"] * 1000}]}},
+        {"sampling_params": {"stop": [{}] * 1000}},
+        {"sampling_params": {"stop": ["a"] * 1025}},
+        {f"field {number}": 1 for number in range(1000)},
+    ],
+)
+def test_many_faults_of_a_request_cost_no_more_than_a_few(service, wrong):
+    with pytest.raises(ValidationError) as caught:
+        fields_of(service.sample).model_validate(SAMPLE | wrong)
+    assert caught.value.error_count() <= 3
+
+
+def test_fields_of_a_verb_do_not_keep_its_service():
+    class Some:
+        def verb(self, number: int):
+            """A verb."""
+
+    some = Some()
+    assert [*fields_of(some.verb).model_fields] == ["number"]
+    kept = weakref.ref(some)
+    del some
+    gc.collect()
+    assert kept() is None
 
 
 def test_unknown_fields_at_their_defaults_are_those_of_a_newer_client(service):
@@ -147,7 +196,11 @@ def test_nothing_that_is_sent_makes_the_server_fail(service, count):
             given = likely | {name: draw.choice(odd) for name in draw.sample(names, draw.choice((0, 1, 1, 2)))}
             path = endpoint.path.format_map({name: str(given.get(name) or "a").replace("/", "") for name in names})
             body = {name: given[name] for name in known[endpoint] if name in given}
-            if endpoint.path == "forward_backward":
+            if endpoint.path == "forward_backward" and draw.random() < 0.5:
+                own = {draw.choice([*JSON]): draw.choice(odd)} if draw.random() < 0.5 else {}
+                row = draw.choice(odd) if draw.random() < 0.2 else ROW
+                body |= {**passes(JSON | own, row), "model_id": likely["model_id"]}
+            elif endpoint.path == "forward_backward":
                 data = [{"model_input": [chunk], "loss_fn_inputs": inputs}]
                 message = {
                     "model_id": likely["model_id"],

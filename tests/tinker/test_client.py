@@ -1,15 +1,28 @@
 """Tests of the clients without a socket."""
 
 import asyncio
+import concurrent.futures
 
 import numpy as np
 import pytest
 
 from jaxft import tinker
+from jaxft.tinker.client import APIFuture
 
-pytestmark = pytest.mark.slow  # the programs of an update
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_verb_goes_on_when_nobody_waits_for_it_but_sampling_ends(ends):
+    future = concurrent.futures.Future()
+
+    async def wait():
+        await asyncio.wait_for(APIFuture(future, ends=ends), 0.01)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait())
+    assert future.cancelled() == ends  # or a part of a batch's gradients would be left for the next step
 
 
+@pytest.mark.slow  # the programs of an update
 def test_a_script_for_tinker_trains_and_samples_without_a_socket(policy, tmp_path, no_sockets):
     service = tinker.ServiceClient(policy, folder=tmp_path)
     client = service.create_lora_training_client(base_model=service.model_name, rank=4, seed=1).result()

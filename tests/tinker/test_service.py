@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxft
+from jaxft.errors import NonFiniteError
 from jaxft.tinker import service as module
 from jaxft.tinker.data import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 from jaxft.tinker.losses import LOSSES, make_parts
@@ -279,3 +280,23 @@ def test_samplers_that_are_not_used_leave(service, monkeypatch):
         await service.finish_session(session)
 
     run(main())
+
+
+def test_the_samples_of_a_call_end_with_the_first_that_fails(service):
+    """Of more samples than there are slots most wait; as each fails alike, those of others would wait behind them."""
+
+    async def main():
+        session, model_id = await new_model(service)
+        model = service.model(model_id)
+        diverged = jax.tree.map(lambda leaf: np.nan * leaf, model.state.params["adapter"])
+        model.state = model.state._replace(params={**model.state.params, "adapter": diverged})
+        sampler = (await service.save_weights_for_sampler(model_id, None, next(numbers)))["sampling_session_id"]
+        prompt = ModelInput.from_ints([1, 2])
+        with pytest.raises(NonFiniteError):
+            await service.sample(sampler, prompt, SamplingParams(max_tokens=8), num_samples=100)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.sleep(0)
+        await service.finish_session(session)
+        return [task for task in left if not task.done()]
+
+    assert not run(main())
