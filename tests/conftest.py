@@ -22,9 +22,14 @@ segmentation fault when there are no more."""
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs():
-    """After a module, forget what was compiled if it takes too many mappings of memory."""
+def programs_of_module():
+    """After a module, forget what was compiled."""
     yield
+    forget_programs()
+
+
+def forget_programs():
+    """Forget what was compiled if it takes too many mappings of memory."""
     if MAPPINGS.exists() and len(MAPPINGS.read_bytes().splitlines()) > MOST_MAPPINGS:
         import jax
 

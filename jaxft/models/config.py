@@ -154,8 +154,8 @@ class DecoderConfig:
             raise ValueError(f"num_experts_per_tok is {chosen}; wanted 1 to {self.num_experts}, the num_experts")
         for rope in {kind.rope for kind in self.pattern} - {None}:
             assert rope is not None
-            if int(self.head_dim * rope.share) % 2:
-                raise ValueError(f"head_dim is {self.head_dim}; rotary positions need an even number")
+            if (turned := int(self.head_dim * rope.share)) % 2:
+                raise ValueError(f"{turned} of head_dim {self.head_dim} have rotary positions; wanted an even number")
             pairs = rope.num_pairs(self.head_dim)
             for name in ("short_factor", "long_factor") if isinstance(rope.scaling, LongRopeScaling) else ():
                 if (count := len(getattr(rope.scaling, name))) != pairs:

@@ -30,7 +30,7 @@ def test_unknown_preset_lists_those_there_are():
 def test_impossible_heads_are_refused():
     with pytest.raises(ValueError, match="num_heads 4 is not a multiple of num_kv_heads 3"):
         replace(PRESETS["qwen3-50k"], num_kv_heads=3)
-    with pytest.raises(ValueError, match="head_dim is 15; rotary positions need an even number"):
+    with pytest.raises(ValueError, match="15 of head_dim 15 have rotary positions; wanted an even number"):
         replace(PRESETS["qwen3-50k"], head_dim=15)
 
 

@@ -26,6 +26,7 @@ from jaxft.models.peft import save_adapter
 from jaxft.rollout.device import DeviceThread
 from jaxft.rollout.engine import Engine
 from jaxft.rollout.requests import Request
+from tests.conftest import forget_programs
 
 pytestmark = pytest.mark.models
 
@@ -41,6 +42,13 @@ LENGTH, PROMPT_TOKENS, NEW_TOKENS = 40, 11, 64
 load_model = partial(jaxft.load_model, context_tokens=PROMPT_TOKENS + NEW_TOKENS)
 HEADS = ((3, 1), (3, 3), (4, 2), (5, 1), (6, 2), (4, 4))
 LORA_RANK, LORA_ALPHA = 4, 12
+
+
+@pytest.fixture(autouse=True)
+def many_programs():
+    """The tests of this module compile more than a process may map."""
+    yield
+    forget_programs()
 
 
 def window_of(draw):
@@ -240,7 +248,9 @@ def draw_olmoe(draw):
 
 
 def draw_granitemoe(draw):
-    return draw_granite(draw) | experts(draw, "num_local_experts", "intermediate_size")
+    keys = draw_granite(draw) | experts(draw, "num_local_experts", "intermediate_size")
+    del keys["mlp_bias"]
+    return keys
 
 
 def draw_gpt_oss(draw):
@@ -254,7 +264,7 @@ def draw_gpt_oss(draw):
 
 
 def draw_glm4_moe(draw):
-    keys = sizes(draw, True) | experts(draw, "n_routed_experts")
+    keys = sizes(draw, True) | experts(draw, "n_routed_experts") | {"head_dim": draw.choice([8, 12])}
     keys["first_k_dense_replace"] = draw.randint(0, keys["num_hidden_layers"] - 1)
     switches = {"use_qk_norm": draw.random() < 0.5, "attention_bias": draw.random() < 0.5}
     shared = {"n_shared_experts": draw.choice([1, 2]), "routed_scaling_factor": draw.choice([1.0, 2.5])}
