@@ -104,6 +104,7 @@ class Episode:
     _begun: int = field(default=0, repr=False)
     _remote_begun: int = field(default=0, repr=False)
     _asked: Counter[tuple[str, tuple[int, ...]]] = field(default_factory=Counter, repr=False)
+    _experts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
     _waiting: "set[concurrent.futures.Future[Any]]" = field(default_factory=set, repr=False, compare=False)
     _is_over: bool = field(default=False, repr=False, compare=False)
@@ -278,6 +279,8 @@ class Episode:
                 raise self.closed()
             if isinstance(self.policy_error, ToolsUnsupportedError):
                 self.policy_error = None  # the agent went on without tools
+            experts = call.reply.completion.experts  # each later prompt has those of this one again: one object for all
+            experts[:] = [self._experts.setdefault(each, each) for each in experts]
             bisect.insort(self.calls, call, key=lambda known: known.index)
 
     def begin_remote_call(self) -> tuple[int, int]:

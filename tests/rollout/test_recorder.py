@@ -79,6 +79,16 @@ def test_calls_are_kept_in_the_order_in_which_they_began(make_call):
     assert [call.index for call in current.calls] == [0, 1, 2]
 
 
+def test_the_experts_of_a_prompt_are_kept_once_for_all_calls_that_have_it(make_call):
+    current = make_episode()
+    for index in (0, 1):
+        call = make_call(index, [1], [2])
+        call.reply.completion.experts.extend(["".join(("A", "gE=")), ""])
+        current.record(call)
+    first, second = (call.reply.completion.experts for call in current.calls)
+    assert first == second == ["AgE=", ""] and first[0] is second[0]
+
+
 def test_a_call_that_is_answered_after_the_end_of_its_episode_is_not_recorded(make_call):
     current = make_episode()
     current.record(make_call(0, [1], [2]))
