@@ -200,9 +200,9 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
                 )
             if self.dtype == "int8" and self.lora is None:
                 raise config_error("has dtype int8, in which nothing can be trained: set lora, or dtype float32")
-            if self.dtype == "int8" and self.sampling_dtype is not None:
-                raise config_error("has sampling_dtype, but with dtype int8 the base is in eight bits: leave it out")
-            for name in ("quantize_head", "kv_cache_dtype"):
+            for name in ("sampling_dtype", "quantize_head", "kv_cache_dtype"):
+                if dict(self)[name] and self.dtype == "int8":
+                    raise config_error(f"has {name}, but with dtype int8 the base is in eight bits: leave it out")
                 if dict(self)[name] and self.sampling_dtype is None:
                     raise config_error(f"has {name}, but no sampling_dtype: set that to int8 or fp8, or leave it out")
             return self

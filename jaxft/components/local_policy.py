@@ -11,6 +11,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxft.components.configs import LocalPolicyConfig, LocalTrainerAdapterConfig, LoraConfig, MeshConfig
+from jaxft.core.cache import cast_params
 from jaxft.core.partition import BASE
 from jaxft.core.sharding import (
     Sharding,
@@ -387,7 +388,7 @@ def stored_shapes(shape: DecoderConfig, lora: LoraSpec | None, config: LocalPoli
     params, (dtype, compute_dtype) = parameter_shapes(shape, lora), resolve_dtypes(config, platform)
 
     def stored(base: Params) -> Params:
-        cast = jax.tree.map(lambda leaf: leaf.astype(compute_dtype if dtype == "int8" else dtype), base)
+        cast = cast_params(base, compute_dtype if dtype == "int8" else dtype)
         return with_quantized_kernels(cast, dtype) if dtype == "int8" else cast
 
     base = jax.eval_shape(stored, params.get(BASE, params))

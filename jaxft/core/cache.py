@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxft.core.sharding import path_text
 from jaxft.core.types import Cache, Model, Params
 
 PAGE_TOKENS = 64
@@ -189,5 +190,34 @@ def compute_dtype(params: Params) -> Any:
     >>> print(compute_dtype({"a": jnp.ones(1, jnp.bfloat16), "b": jnp.ones(1, jnp.bfloat16)}))
     bfloat16
     """
-    dtypes = [leaf.dtype for leaf in jax.tree.leaves(params)]
-    return jnp.result_type(*[dtype for dtype in dtypes if dtype.itemsize > 1])  # kernels of eight bits have a scale
+    dtypes = [
+        leaf.dtype
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if leaf.dtype.itemsize > 1 and leaf_dtype(path_text(path), jnp.bfloat16) == jnp.bfloat16
+    ]
+    return jnp.result_type(*dtypes)
+
+
+def leaf_dtype(path: str, dtype: Any) -> Any:
+    """Return the dtype of a parameter where the others have `dtype`.
+
+    The bias that a mixture's experts are chosen by has at least 32 bits: rounded it would choose others.
+
+    >>> print(leaf_dtype("layers/mlp/selection_bias", jnp.bfloat16), leaf_dtype("embed", jnp.bfloat16))
+    float32 bfloat16
+    """
+    return jnp.promote_types(dtype, jnp.float32) if path.endswith("selection_bias") else jnp.dtype(dtype)
+
+
+def cast_params(params: Params, dtype: Any) -> Params:
+    """Return parameters in a dtype, by `leaf_dtype`; integers and numbers of eight bits, which have a scale, stay.
+
+    >>> print(cast_params({"a": jnp.ones(1), "b": jnp.ones(1, jnp.int8)}, jnp.bfloat16)["a"].dtype)
+    bfloat16
+    """
+
+    def cast(path: Any, leaf: Array) -> Array:
+        is_cast = leaf.dtype.itemsize > 1 and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(leaf_dtype(path_text(path), dtype)) if is_cast else leaf
+
+    return jax.tree_util.tree_map_with_path(cast, params)

@@ -260,6 +260,7 @@ IMMUTABLE = (
     "llms.*.tokenizer",
     "llms.*.dtype",
     "llms.*.sampling_dtype",
+    "llms.*.quantize_head",
     "llms.*.kv_cache_dtype",
     "llms.*.lora",
     "llms.*.lora.*",

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jaxft.core.cache import AdaptedTables, SharedTables
+from jaxft.core.cache import AdaptedTables, SharedTables, cast_params
 from jaxft.core.packing import Branches
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, by_rows, compute_platform, constrain, gather_params
@@ -119,9 +119,7 @@ class Network(NamedTuple):
 
     def narrow(self, params: Params) -> Params:
         """Return parameters in the dtype of products."""
-        if self.compute_dtype is None:
-            return params
-        return jax.tree.map(lambda leaf: leaf.astype(self.compute_dtype) if leaf.dtype.itemsize > 1 else leaf, params)
+        return params if self.compute_dtype is None else cast_params(params, self.compute_dtype)
 
     def gather(self, params: Any) -> Any:
         """Return parameters gathered along `fsdp`, as they are where they are used."""

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict
 
+from jaxft.core.cache import compute_dtype
 from jaxft.core.sharding import to_host
 from jaxft.core.types import Model, Params
 from jaxft.errors import ModelFileError
@@ -103,9 +104,8 @@ def save_model(
             for place in tensor.places:
                 _for_file(flat, tensor, place)
         return
-    dtypes = {leaf.dtype.name for leaf in flat.values()}
     source = source_files(model.config)
-    values = source[CONFIG] | config_json(model.config, dtypes.pop() if len(dtypes) == 1 else "float32")
+    values = source[CONFIG] | config_json(model.config, compute_dtype(flat).name)
     if tokenizer is not None:
         ids = {
             "bos_token_id": tokenizer.bos_token_id,

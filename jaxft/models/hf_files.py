@@ -17,6 +17,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 
+from jaxft.core.cache import leaf_dtype
 from jaxft.core.types import Params
 from jaxft.errors import ManifestError, ModelFileError, one_line
 from jaxft.files import MANIFEST, home_path, verify_manifest
@@ -210,7 +211,7 @@ def read_weights(
     for tensor in tensors:
         for path, shape, cut in zip(tensor.paths, tensor.shapes, tensor.part_cuts, strict=True):
             parts = (stored[name] if len(tensor.paths) == 1 else cut_tensor(stored[name], cut) for name in tensor.names)
-            leaf = _read_parameter(tensor, shape, parts, dtype, place[path])
+            leaf = _read_parameter(tensor, shape, parts, leaf_dtype(path, dtype), place[path])
             is_narrow = eight_bits is not None and is_quantizable(path.split("/"))
             flat[path] = quantize_leaf(leaf, eight_bits) if is_narrow else leaf
     return unflatten_dict(flat, sep="/")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from jaxft.core.cache import cast_params
 from jaxft.core.partition import ADAPTER, BASE
 from jaxft.core.sharding import Sharding, commit_like, constrain
 from jaxft.core.types import Model, Params
@@ -88,7 +89,7 @@ def init_model(
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _init_base(config: DecoderConfig, dtypes: Dtypes, sharding: Sharding | None, key: Any) -> Params:
-    params = jax.tree.map(lambda leaf: leaf.astype(dtypes.params), init_params(config, key))
+    params = cast_params(init_params(config, key), dtypes.params)
     return constrain(sharding, params if dtypes.kernels is None else with_quantized_kernels(params, dtypes.kernels))
 
 

@@ -344,7 +344,7 @@ def base_fingerprint(base: Params) -> str:
     first = [path for path in ("embed", "lm_head", "final_norm/scale") if path in flat]
     for path in first + sorted(flat.keys() - first):
         leaf = flat[path]
-        leading = (slice(None),) * (path.startswith("layers/") + (leaf.ndim == 4))  # layers, experts
+        leading = (slice(None),) * (path.startswith("layers/") + (len(leaf.shape) == 4))  # layers, experts
         rows = leaf[(*leading, slice(FINGERPRINT_ROWS))]
         digest.update(to_host(jnp.asarray(dequantized(rows), jnp.bfloat16)).tobytes())
     return digest.hexdigest()

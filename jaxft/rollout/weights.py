@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxft.core.cache import compute_dtype
+from jaxft.core.cache import cast_params, compute_dtype
 from jaxft.core.partition import combine, partition, trainable
 from jaxft.core.sharding import AXES, Sharding, constrain, device_bytes, make_mesh, path_text, spans_processes
 from jaxft.core.types import Model, Params
@@ -33,11 +33,9 @@ def copy_trained(model: Model, dtype: str | None, params: Params) -> Params:
         params: all parameters.
     """
 
-    def copy(leaf: Any) -> Any:
-        is_cast = dtype is not None and model.lora is None and jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jnp.copy(leaf).astype(dtype if is_cast else leaf.dtype)
-
-    return constrain(model.sharding, jax.tree.map(copy, trainable(model, params)))
+    copies = jax.tree.map(jnp.copy, trainable(model, params))
+    is_cast = dtype is not None and model.lora is None
+    return constrain(model.sharding, cast_params(copies, dtype) if is_cast else copies)
 
 
 @dataclass(frozen=True)
@@ -363,7 +361,7 @@ class SamplingWeights:
                 arrays["held"] = copy_trained(self._model, dtype, params)
             else:
                 laid_out = self.transfer.whole_like(self.transfer(params, is_shared=False))
-                arrays["held"] = jax.tree.map(lambda x: x.astype(dtype) if x.dtype.itemsize > 1 else x, laid_out)
+                arrays["held"] = cast_params(laid_out, dtype)
         if self.every:
             arrays["snapshots"] = {
                 name: None if state is None else copy_trained(self._model, state["dtype"], params)

@@ -442,6 +442,11 @@ def configured(tmp_path, overrides=(), **llms):
         ),
         (
             {},
+            [("llms.policy.lora", "{}"), ("llms.policy.dtype", "int8"), ("llms.policy.kv_cache_dtype", "fp8")],
+            "llms.policy: has kv_cache_dtype, but with dtype int8 the base is in eight bits: leave it out",
+        ),
+        (
+            {},
             [("llms.policy.quantize_head", "true")],
             "llms.policy: has quantize_head, but no sampling_dtype: set that",
         ),

@@ -15,13 +15,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 
-from jaxft.core.cache import init_cache
+from jaxft.core.cache import compute_dtype, init_cache
 from jaxft.core.objectives import router_metrics
 from jaxft.core.reductions import count_tokens
 from jaxft.models.config import LayerKind, LoraSpec, model_preset
 from jaxft.models.decoder import decoder
 from jaxft.models.decoder_sharding import sharding_for
 from jaxft.models.experts import Routing, route, router_scores
+from jaxft.models.load import init_model
+from jaxft.rollout.weights import copy_trained
 from tests.models.weights import random_params
 
 TINY = replace(
@@ -130,6 +132,27 @@ def test_the_balance_of_routers_is_that_of_transformers_however_tokens_are_split
     )
     for name in both:
         np.testing.assert_allclose(first[name] + second[name], both[name], rtol=1e-6)
+
+
+def test_the_bias_of_the_choice_keeps_32_bits_in_any_dtype():
+    """Files have biases of some 8, and an update moves them by 0.001: bfloat16 has nothing between 8 and 8.0625."""
+    order = np.array([3, 1, 4, 0, 2])
+    mlp = {"router": {"kernel": np.zeros((2, 32, 5))}, "selection_bias": np.tile(8 - 0.001 * np.argsort(order), (2, 1))}
+    params = random_params(TINY)
+    params["layers"]["mlp"] |= jax.tree.map(np.float32, mlp)
+    model = decoder(TINY, compute_dtype=jnp.bfloat16)
+    given = jnp.asarray(TOKENS), jnp.asarray(PLACES)
+    routing = jax.jit(lambda params: model.apply(params, *given, returns_routing=True)[2])(params)
+    np.testing.assert_array_equal(routing.experts, np.broadcast_to(order[:2], routing.experts.shape))
+
+    def shapes():
+        _, params = init_model(TINY, jax.random.key(0), dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+        return params, model.decode_layout(params), copy_trained(model, "bfloat16", params)
+
+    for each in jax.eval_shape(shapes):
+        dtypes = {path[-1]: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(each)}
+        assert dtypes.pop(jax.tree_util.DictKey("selection_bias")) == jnp.float32
+        assert {*dtypes.values()} == {jnp.dtype(jnp.bfloat16)} and compute_dtype(each) == jnp.bfloat16
 
 
 @cache

@@ -144,9 +144,9 @@ def test_closing_frees_all_but_the_parameters(make_policy):
 # --- Snapshots.
 
 
-def start(compute_dtype, lora, sampling_dtype=None):
+def start(compute_dtype, lora, **options):
     """Return a model and random parameters, made by numpy."""
-    options = {"compute_dtype": compute_dtype, "sampling_dtype": sampling_dtype}
+    options["compute_dtype"] = compute_dtype
     models, rng = [], np.random.default_rng(1)
 
     def init():
@@ -155,7 +155,8 @@ def start(compute_dtype, lora, sampling_dtype=None):
         return params
 
     def draw(leaf):
-        return jax.device_put(rng.normal(scale=0.1, size=leaf.shape).astype(leaf.dtype))
+        scale = 0.1 if leaf.dtype.itemsize > 1 else 40
+        return jax.device_put(rng.normal(scale=scale, size=leaf.shape).astype(leaf.dtype))
 
     params = jax.tree.map(draw, jax.eval_shape(init))
     return models[0], params
@@ -309,12 +310,13 @@ def ask(client, **options):
     return asyncio.run(client.chat([{"role": "user", "content": "x?"}], max_tokens=8, seed=1, **options))
 
 
-INT8 = [pytest.param(lora, "int8", marks=pytest.mark.slow) for lora in (None, LORA)]
+INT8 = [(None, {"sampling_dtype": "int8"}), (LORA, {"sampling_dtype": "int8"}), (LORA, {"dtype": "int8"})]
+INT8 = [pytest.param(*values, marks=pytest.mark.slow) for values in INT8]
 
 
-@pytest.mark.parametrize(("lora", "sampling_dtype"), [(None, None), (LORA, None), *INT8])
-def test_pinned_weights_answer_as_before_whatever_is_trained(make_policy, lora, sampling_dtype):
-    model, params = start(None, lora, sampling_dtype)
+@pytest.mark.parametrize(("lora", "options"), [(None, {}), (LORA, {}), *INT8])
+def test_pinned_weights_answer_as_before_whatever_is_trained(make_policy, lora, options):
+    model, params = start(None, lora, **options)
     policy = make_policy(model=model, params=params)
     snapshot = add_snapshot(policy, every=1)  # it would follow every job
     client, earlier = ChatClient(policy, "policy"), ChatClient(snapshot, "earlier")
