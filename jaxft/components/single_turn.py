@@ -141,13 +141,16 @@ def read_examples(prompts: Any, columns: Mapping[str, Any]) -> list[EvalInputIte
     ]
 
 
-def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer_tokens: int) -> int:
+def context_tokens(
+    config: Config, examples: Sequence[EvalInputItem], max_answer_tokens: int, validation: Sequence[EvalInputItem] = ()
+) -> int:
     """Return the tokens of the longest prompt as the run renders it, with its answer, in a multiple of 16.
 
     Args:
         config: the configuration of a run.
         examples: its examples.
         max_answer_tokens: most tokens of an answer if the workflow has no `max_tokens`.
+        validation: its held-out examples.
 
     Raises:
         DatasetError: a prompt has no tokens, or the chat template refuses it.
@@ -163,14 +166,16 @@ def context_tokens(config: Config, examples: Sequence[EvalInputItem], max_answer
         raise ConfigError([f"model: {error}"]) from error
     variables = workflow.chat_template_kwargs
     longest = 0
-    for index, prompt in enumerate(item.input_obj for item in examples):
+    prompts = [(f"prompts[{index}]", item.input_obj) for index, item in enumerate(examples)]
+    prompts += [(f"validation[{index}]", item.input_obj) for index, item in enumerate(validation)]
+    for place, prompt in prompts:
         try:
             is_text = isinstance(prompt, str)
             ids = template.text_ids(prompt) if is_text else template.prompt(prompt, template_kwargs=variables).ids
         except RequestError as error:
-            raise DatasetError(f"prompts[{index}]: {error}") from None
+            raise DatasetError(f"{place}: {error}") from None
         if not ids:
-            raise DatasetError(f"prompts[{index}] is {prompt!r}, which has no tokens to continue: write a text")
+            raise DatasetError(f"{place} is {prompt!r}, which has no tokens to continue: write a text")
         longest = max(longest, len(ids))
     tokens = longest + (workflow.max_tokens or max_answer_tokens)
     return -(-tokens // 16) * 16  # equal shapes for nearly equal prompts

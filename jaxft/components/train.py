@@ -132,8 +132,8 @@ def train(
     mapping = parse_yaml(DEFAULTS.read_text("utf-8"), str(DEFAULTS))
     mapping["eval"]["general"]["dataset"] = InMemoryDatasetConfig(items=tuple(examples))
     mapping["eval"]["evaluators"]["reward"]["functions"] = functions
-    if validation is not None:
-        held_out = read_examples(validation, {})
+    held_out = [] if validation is None else read_examples(validation, {})
+    if held_out:
         check_functions(functions, held_out)
         mapping["eval"]["validation"] = {"dataset": InMemoryDatasetConfig(items=tuple(held_out))}
     weights = weights_by_name(reward_weights, [function.metric for function in functions])
@@ -147,7 +147,7 @@ def train(
         fields | dict(overrides or {}),
         output_dir,
         resume=resume,
-        context=lambda config: context_tokens(config, examples, max_completion_length),
+        context=lambda config: context_tokens(config, examples, max_completion_length, held_out),
     )
 
 

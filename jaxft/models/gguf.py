@@ -230,7 +230,8 @@ def _rope_scaling(file: Path, own: dict[str, Any], rope: Rope, head_dim: int) ->
     own.pop("rope.scaling.finetuned", None)
     blocks = read_header(file).tensors.get(FREQUENCIES)
     if blocks is None:
-        return None if given.get("rope_type", "none") == "none" else given
+        kind = given.setdefault("rope_type", "linear" if "factor" in given else "none")  # as llama.cpp reads it
+        return None if kind == "none" else given
     factors = _values(file, blocks)
     scaling = Llama3Scaling(float(factors.max()), 1.0, 4.0, 8192)
     wanted = rope.frequencies(head_dim) / replace(rope, scaling=scaling).frequencies(head_dim)

@@ -138,12 +138,22 @@ def is_newer_default(path: str, settings: Sequence[dict[str, Any]], environments
 def comparable_settings(configs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return flat configurations in which values that mean the same are equal.
 
-    The output directory stands as `<output_dir>` wherever a value begins with it.
+    The output directory stands as `<output_dir>` wherever a value begins with it. A toolkit's configuration is left out
+    where the run's own has the same: its output directories, and the seed of the policy.
     """
+
+    def is_repeated(path: str, config: dict[str, Any]) -> bool:
+        if not path.startswith("workflow.described."):
+            return False
+        if path.endswith(".seed"):
+            return config.get(path.removesuffix("seed") + "_type") == "jaxft_policy"
+        return path.endswith("finetuning.output_dir") or path.startswith("workflow.described.eval.general.output")
+
     made = []
     for config in configs:
         folder = config.get("finetuning.output_dir")
-        made.append({path: map_texts(value, partial(_below, folder=folder)) for path, value in config.items()})
+        own = {path: value for path, value in config.items() if not is_repeated(path, config)}
+        made.append({path: map_texts(value, partial(_below, folder=folder)) for path, value in own.items()})
     return made
 
 

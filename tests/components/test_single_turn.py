@@ -91,6 +91,7 @@ def test_context_is_counted_by_what_is_rendered(tmp_path, tokenizer):
     of_texts = read_examples(["ab", "abcd"], {})
     assert [context_tokens(configured(), of_texts, answer) for answer in (12, 13)] == [16, 32]
     assert context_tokens(configured(max_tokens=45), of_texts, 12) == 64  # as the workflow asks, 4 + 45
+    assert context_tokens(configured(), of_texts, 12, read_examples(["a" * 30], {})) == 48
     chat = read_examples([CHAT], {})
     assert context_tokens(configured(), chat, 8) == 16  # user, five characters, end, assistant: 8
     template = "{{ 'be brief' * times }}{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -241,6 +241,7 @@ def test_wrong_arguments_are_refused_at_the_door_and_leave_no_folder(tmp_path, m
         (("qwen3-50k", "digits", PROMPTS), {}, ConfigError, "reward: 'digits'"),
         (("qwen3-50k", right, PROMPTS), {}, ConfigError, "takes 'answer'"),
         (("qwen3-50k", digits, []), {}, DatasetError, "prompts"),
+        (("qwen3-50k", digits, PROMPTS), {"validation": ["a", ""]}, DatasetError, r"validation\[1\] is ''"),
         (("qwen3-50k", digits, PROMPTS), {"num_epoch": 3}, ConfigError, "num_epoch: .* did you mean 'num_epochs'"),
         (("qwen3-50k", digits, PROMPTS), {"max_tokens": 8}, ConfigError, "max_tokens: is no keyword"),
         (

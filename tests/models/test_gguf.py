@@ -152,6 +152,8 @@ def test_scaling_in_the_metadata(tmp_path):
     metadata = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64}
     write_gguf(tmp_path / "m.gguf", DATA / "qwen3", metadata={f"qwen3.{key}": value for key, value in metadata.items()})
     assert load_config(tmp_path / "m.gguf").pattern[0].rope.scaling == YarnScaling(4.0, 64)
+    write_gguf(tmp_path / "m.gguf", DATA / "qwen3", metadata={"qwen3.rope.scaling.factor": 4.0})
+    assert load_config(tmp_path / "m.gguf").pattern[0].rope.scaling == LinearScaling(4.0)
     write_gguf(tmp_path / "m.gguf", DATA / "qwen3", metadata={"qwen3.rope.scaling.type": "none"})
     assert load_config(tmp_path / "m.gguf").pattern[0].rope.scaling is None
 

@@ -101,6 +101,19 @@ def test_paths_in_the_output_directory_follow_from_it(tmp_path):
     assert (len(groups), differences) == (1, ())
 
 
+def test_the_configuration_of_a_toolkit_sets_seed_and_output_directory_aside_as_the_own_one_does(tmp_path):
+    for seed in (0, 1):
+        judge = {"_type": "openai", "seed": 3 + seed // 2}
+        toolkit = {"llms": {"policy": {"_type": "jaxft_policy", "seed": seed}, "judge": judge}}
+        toolkit |= {"finetuning": {"output_dir": f"out{seed}"}, "eval": {"general": {"output_dir": f"out{seed}/eval"}}}
+        write_run(tmp_path / f"r{seed}", [0.5], seed=seed, settings={"workflow": {"described": toolkit}})
+    groups, differences = groups_of(tmp_path)
+    assert (len(groups), differences) == (1, ())
+    toolkit["llms"]["judge"]["seed"] = 9
+    write_run(tmp_path / "r2", [0.5], seed=2, settings={"workflow": {"described": toolkit}})
+    assert [each.path for each in groups_of(tmp_path)[1]] == ["workflow.described.llms.judge.seed"]
+
+
 def test_the_order_of_paths_changes_nothing(tmp_path):
     paths = [
         write_run(tmp_path / f"{loss}{seed}", [0.5], seed=seed, settings={LOSS: loss})
