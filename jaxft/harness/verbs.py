@@ -123,7 +123,7 @@ def run_arguments(
     existing.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the run in the output directory, which is removed once the new run has its first checkpoint",
+        help="replace the run in the output directory, which is removed once datasets and models are open",
     )
     existing.add_argument("--resume", action="store_true", help="continue the run in the output directory")
     if is_script:

@@ -6,7 +6,7 @@
 | `conversations` | ShareGPT's messages, `from` and `value`, maybe after a `system` |
 | `completion` | `prompt` and `completion`, both texts or both messages |
 | `text` | `text`, all of which is trained |
-| `preference` | `chosen` and `rejected`, texts or messages, after `prompt` or with what they begin alike |
+| `preference` | `chosen` and `rejected`: texts after `prompt`, or messages, which without it begin alike |
 | `preferred` | OpenAI's `input` (`messages`, maybe `tools`), `preferred_output` and `non_preferred_output` |
 
 A row of the first four may have a `reward`.
