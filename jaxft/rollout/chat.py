@@ -31,6 +31,7 @@ from jaxft.rollout.messages import (
     template_role,
 )
 from jaxft.rollout.responses import ResponseFormat
+from jaxft.rollout.streaming import find_thoughts
 from jaxft.rollout.tokenizer import CONTINUED, MARKED, TextEncoder, TokenTexts, eos_ids
 
 MIN_BYTE_LIMIT = 2**20
@@ -161,7 +162,8 @@ class ChatTemplate:
             earlier: calls that the conversation may continue.
             tools: functions that the answer may call.
             template_kwargs: variables of the chat template, such as `enable_thinking`.
-            prefill: text that the answer begins with, control tokens included; it is in `ids` and not in `text`.
+            prefill: beginning of a forced call, control tokens included; `forced_start` of it is in `ids` and not in
+                `text`.
             max_tokens: size of the context. Conversations that are far longer are refused before they are rendered or
                 tokenised, which takes long; the engine checks if the tokens fit. None tokenises any text.
             truncate_left: True to leave out the beginning of such a text instead of raising an error.
@@ -179,6 +181,7 @@ class ChatTemplate:
             if not truncate_left:
                 check_size(given, max_bytes, max_tokens)
         text = self._render(given, tools, kwargs, add_generation_prompt=True)
+        prefill = self.forced_start(prefill, text)
         keys = [comparison_key(message) for message in given]
         begun = [call for call in earlier if keys[: len(call.messages)] == call.message_keys]
         for call in sorted(begun, key=lambda call: len(call.messages), reverse=True):
@@ -210,6 +213,14 @@ class ChatTemplate:
         ids, kept_bytes = self._encode(kept + prefill), num_bytes(kept)
         truncated_tokens = math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1))
         return Prompt(text, ids, truncated_tokens=truncated_tokens, is_retokenized=is_retokenized)
+
+    def forced_start(self, forced_call: str, prompt_text: str) -> str:
+        """Return the beginning of an answer that is forced to call a tool; it ends reasoning that the prompt began."""
+        template = self.responses.template(has_tools=True) if forced_call else None
+        thoughts = find_thoughts(template, prompt_text)
+        if template is None or thoughts is None or not thoughts.is_begun:
+            return forced_call
+        return f"\n{template.fields['reasoning_content'].close_literals[0]}\n\n{forced_call}"
 
     @functools.cached_property
     def of_thread(self) -> "ChatTemplate":

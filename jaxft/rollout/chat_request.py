@@ -42,7 +42,8 @@ class SamplingRequest:
         guided_regex: regular expression that the whole answer matches.
         guided_grammar: grammar of the whole answer, in the notation of Lark. All three need the extra `constrained`.
         min_tokens: number of tokens that are sampled before a token may end the answer; a stop string may.
-        ignore_eos: True if the model's own end tokens do not end the answer.
+        ignore_eos: True if the model's own end tokens do not end the answer, except for those that `stop` or
+            `stop_token_ids` name.
     """
 
     temperature: float = 1.0

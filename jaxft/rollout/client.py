@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -63,9 +63,10 @@ class ChatClient(LanguageModel):
             await episode.check_open()
             if episode.temperature is not None:
                 request = replace(request, temperature=episode.temperature)
-        prefill = "" if isinstance(request, CompletionRequest) else self._prefill(request)
+        forced = "" if isinstance(request, CompletionRequest) else self._forced_call(request)
         matcher = await self._matcher(request)
-        prompt = self._prompt(request, prefill, episode)
+        prompt = self._prompt(request, forced, episode)
+        prefill = self.policy.template.forced_start(forced, prompt.text)
         begun = [self._begin_call(prompt, request, episode, choice) for choice in range(request.n)]
 
         async def sample(choices: Sequence[int]) -> list[Reply]:
@@ -94,7 +95,7 @@ class ChatClient(LanguageModel):
         if episode is not None:
             episode.texts_of_tokens[self.name] = self.token_text
             messages, functions = self._messages(request, prompt), current_functions()
-            rendering: dict[str, Any] = {"prefill": prefill}
+            rendering: dict[str, Any] = {"prefill": forced}
             if isinstance(request, ChatRequest):
                 rendering |= {"tools": request.tools, "template_kwargs": request.chat_template_kwargs}
             for reply in replies.values():
@@ -106,7 +107,7 @@ class ChatClient(LanguageModel):
 
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of a request's prompt, which may be too long for an answer."""
-        prompt = self._render(request, self._prefill(request), find_episode())
+        prompt = self._render(request, self._forced_call(request), find_episode())
         return len(prompt.ids) + prompt.truncated_tokens
 
     def token_text(self, token_id: int) -> str:
@@ -117,8 +118,8 @@ class ChatClient(LanguageModel):
         """Raise a `PolicyError` if the parameters or the device thread are lost."""
         await self.policy.read(lambda params: None)
 
-    def _prefill(self, request: ChatRequest) -> str:
-        """Return the text that `tool_choice` forces an answer to begin with; empty if it forces none.
+    def _forced_call(self, request: ChatRequest) -> str:
+        """Return the beginning of the call that `tool_choice` forces; empty if it forces none.
 
         Raises:
             ToolsUnsupportedError: the tokenizer's model calls no tools.
@@ -147,18 +148,18 @@ class ChatClient(LanguageModel):
         template.grammars.read_tokenizer()  # not in the thread, as a tokenizer is changed while it encodes
         return await asyncio.to_thread(template.grammars.compile, grammar)
 
-    def _prompt(self, request: ChatRequest | CompletionRequest, prefill: str, episode: Episode | None) -> Prompt:
+    def _prompt(self, request: ChatRequest | CompletionRequest, forced: str, episode: Episode | None) -> Prompt:
         """Return the prompt of a request, truncated if it is too long and `long_prompts` is `truncate_left`."""
         if isinstance(request, CompletionRequest):
             return self._fit_prompt(Prompt("", tuple(request.prompt_ids)), request.max_tokens, episode)
         try:
-            prompt = self._render(request, prefill, episode)
+            prompt = self._render(request, forced, episode)
         except PromptTooLongError:
             self._drop(episode)
             raise
         return self._fit_prompt(prompt, request.max_tokens, episode)
 
-    def _render(self, request: ChatRequest, prefill: str, episode: Episode | None) -> Prompt:
+    def _render(self, request: ChatRequest, forced: str, episode: Episode | None) -> Prompt:
         """Return the prompt of a conversation."""
         # Calls of another language model may be in token ids of another tokenizer; those to token ids have no messages
         # that a conversation could go on from.
@@ -168,7 +169,7 @@ class ChatClient(LanguageModel):
             [call for call in known if call.llm == self.name and call.prompt.text],
             tools=request.tools,
             template_kwargs=request.chat_template_kwargs,
-            prefill=prefill,
+            prefill=forced,
             max_tokens=self.max_context_tokens,
             truncate_left=self.long_prompts == "truncate_left",
         )
@@ -211,8 +212,9 @@ class ChatClient(LanguageModel):
         # The text of an answer is without control tokens, so that one is found by its id.
         ids = template.tokenizer.added_tokens_encoder
         control_stops = {ids[stop]: stop for stop in request.stops if ids.get(stop) in template.tokens.control_ids}
-        custom_stops = {*request.stop_token_ids, *control_stops}.difference(template.stop_ids)
-        thoughts = find_thoughts(parser, prompt.text)
+        ends = () if request.ignore_eos else template.stop_ids
+        custom_stops = {*request.stop_token_ids, *control_stops}.difference(ends)
+        thoughts = find_thoughts(parser, prompt.text + prefill)
 
         def decoded_text(token_ids: Sequence[int]) -> str:
             kept = token_ids[:-1] if token_ids and token_ids[-1] in custom_stops else token_ids
@@ -232,7 +234,7 @@ class ChatClient(LanguageModel):
                 thoughts=thoughts,
             )
         completion = await self._sample(
-            self._request(request, prompt, key_ids, custom_stops, decoded_text, thoughts, matcher),
+            self._request(request, prompt, key_ids, (*ends, *sorted(custom_stops)), decoded_text, thoughts, matcher),
             None if streamer is None or request.top_logprobs else streamer.feed,
         )
         sampled = decoded_text(completion.token_ids)
@@ -304,14 +306,12 @@ class ChatClient(LanguageModel):
         request: ChatRequest | CompletionRequest,
         prompt: Prompt,
         key_ids: tuple[int, ...],
-        stop_ids: Iterable[int],
+        stop_ids: tuple[int, ...],
         decoded_text: Callable[[Sequence[int]], str],
         thoughts: Thoughts | None,
         matcher: Any,
     ) -> Request:
         """Return the engine's request for one answer."""
-        ends = () if request.ignore_eos else self.policy.template.stop_ids
-        ids = (*ends, *sorted(stop_ids))
         begin_constraint: Callable[[], Constraint | LateEnd] | None = None
         if matcher is not None:
             ends_reasoning = None
@@ -320,7 +320,7 @@ class ChatClient(LanguageModel):
                 ends_reasoning = lambda ids: close.search(decoded_text(ids)) is not None  # noqa: E731
             begin_constraint = lambda: Constraint(matcher.deep_copy(), ends_reasoning)  # noqa: E731
         elif request.min_tokens:
-            begin_constraint = partial(LateEnd, request.min_tokens, ids)
+            begin_constraint = partial(LateEnd, request.min_tokens, stop_ids)
         room = self.max_context_tokens - len(prompt.ids)
         return Request(
             prompt_ids=prompt.ids,
@@ -331,7 +331,7 @@ class ChatClient(LanguageModel):
             top_k=request.top_k,
             top_p=request.top_p,
             min_p=request.min_p,
-            stop_ids=ids,
+            stop_ids=stop_ids,
             logit_bias=tuple((request.logit_bias or {}).items()),
             find_stop=(
                 StopFinder(decoded_text, request.stops, self.policy.template.tokens.is_byte, thoughts)

@@ -207,6 +207,9 @@ TOOLS = [
 ]
 
 
+FORCED = {"type": "function", "function": {"name": "look_up"}}
+
+
 def write_script(tokenizer, *parts):
     """A script of 256 positions: parts of text, the last of which goes on until the end."""
     ids = [token for part in parts for token in tokenizer.encode(part)]
@@ -248,13 +251,34 @@ def test_a_choice_decides_on_tools(make_scripted_policy, tokenizer):
     assert len(ask().tool_calls) == 2 and len({call.id for call in ask().tool_calls}) == 2
     assert len(ask(parallel_tool_calls=False).tool_calls) == 1
     assert [(call.name, call.arguments) for call in ask(stop=["</call>"]).tool_calls] == [("look_up", "{}")]
-    for choice in ("required", {"type": "function", "function": {"name": "look_up"}}):
+    for choice in ("required", FORCED):
         forced = ask(tool_choice=choice)  # the script goes on behind the forced beginning
         begun = tokenizer.decode(forced.prompt_ids).removeprefix(asked)
         assert begun == ("<call:" if choice == "required" else "<call:look_up>")
         assert [call.name for call in forced.tool_calls] == ["look_up"] * 2
     cut = ask(max_tokens=10)
     assert (cut.finish_reason, cut.tool_calls) == ("length", ())
+
+
+OPENS_THOUGHT = (
+    "{#- </think> <tool_call> -#}{%- for message in messages %}<|im_start|>{{ message.role + '\n' + message.content }}"
+    "{%- endfor %}{{ '<|im_start|>assistant\n<think>\n' }}"
+)
+
+
+def test_a_forced_call_ends_the_reasoning_that_the_prompt_has_begun(make_scripted_policy, tokenizer):
+    own = copy.copy(tokenizer)
+    own.chat_template = OPENS_THOUGHT
+    asked = "<|im_start|>user\nx?<|im_start|>assistant\n<think>\n"
+    begun = asked + '\n</think>\n\n<tool_call>\n{"name": "look_up", "arguments": '
+    called = "{}}\n</tool_call>"
+    policy = make_scripted_policy(write_script(tokenizer, begun, called + "more<|end|>"))
+    policy.template = ChatTemplate(own, policy.template.stop_ids)
+    request = ChatRequest(QUESTION, tools=TOOLS, tool_choice=FORCED, stop="</tool_call>")
+    *deltas, reply = stream(ChatClient(policy), request, episode=make_episode())
+    assert (policy.template.text(reply.prompt_ids), policy.template.text(reply.token_ids)) == (begun, called)
+    assert [(call.name, call.arguments) for call in reply.tool_calls] == [("look_up", "{}")]
+    assert not any(delta.content or delta.reasoning_content for delta in deltas) and reply.reasoning_content is None
 
 
 def test_several_answers_have_random_numbers_of_their_own(client):
@@ -359,6 +383,20 @@ def test_more_token_ids_may_end_the_answer(client, tokenizer):
     end = free.token_ids.index(stop) + 1
     assert stopped.token_ids == free.token_ids[:end] and stopped.finish_reason == "stop"
     assert stopped.content == client.policy.template.answer_text(free.token_ids[: end - 1])
+
+
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids"])
+def test_an_end_token_that_the_request_names_ends_the_answer_in_spite_of_ignore_eos(
+    make_scripted_policy, tokenizer, field
+):
+    end = tokenizer.eos_token if field == "stop" else tokenizer.eos_token_id
+    asked = "<|user|>x?<|end|><|assistant|>"
+    llm = ChatClient(make_scripted_policy(write_script(tokenizer, asked, "yes<|end|>no<|end|>")))
+    free = asyncio.run(llm.chat(QUESTION, max_tokens=8, ignore_eos=True))
+    assert (free.content, free.finish_reason) == ("yesno", "length")
+    ended = asyncio.run(llm.chat(QUESTION, max_tokens=8, ignore_eos=True, **{field: [end]}))
+    assert (ended.content, ended.finish_reason, ended.stop_reason) == ("yes", "stop", end)
+    assert ended.token_ids == free.token_ids[:4]
 
 
 THINKING = {

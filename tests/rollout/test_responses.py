@@ -269,6 +269,13 @@ def test_calls_in_tags_are_parsed(tokenizer):
         assert parse_tags(template, cut, enable_thinking=False) == ParsedAnswer(cut, is_malformed=True)
     forced = template.responses.forced_call("weather")
     assert TAGS.startswith(forced) and forced.startswith(template.responses.forced_call(None))
+    for kwargs, start in (({}, f"\n</think>\n\n{forced}"), ({"enable_thinking": False}, forced)):
+        asked = template.prompt([user("?")], tools=TOOLS, template_kwargs=kwargs)
+        begun = template.prompt([user("?")], tools=TOOLS, template_kwargs=kwargs, prefill=forced)
+        assert begun.text == asked.text and template.text(begun.ids) == asked.text + start
+        assert template.forced_start(forced, asked.text) == start
+        called = parse_tags(template, start + TAGS.removeprefix(forced), **kwargs)
+        assert called == ParsedAnswer("", None, (OSLO,))
 
 
 def test_arguments_in_tags_have_the_types_of_the_tool(tokenizer):
