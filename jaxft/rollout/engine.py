@@ -170,13 +170,9 @@ class Engine:
     def change_weights(self) -> None:
         """Forget what the old weights have computed of prompts; call it on the device thread.
 
-        Running requests go on with the new weights, from the keys and values that they have.
+        Running requests go on with the new weights, from the keys and values that they have. What was streamed stays.
         """
-        if self._scheduler.running:
-            self._scheduler.restart_prefills()
-            for running in self._scheduler.running.values():
-                running.keeps_tokens = True
-        self._scheduler.clear_prefix_cache()
+        self._scheduler.change_weights()
 
     async def warm_up(self) -> None:
         """Compile every program that requests can need, whatever their lengths and parameters."""

@@ -155,6 +155,7 @@ class Running:
 
     Attributes:
         num_streamed: number of tokens that `on_tokens` was given.
+        streamed: the completion with these tokens, after a preemption without them; None before one.
         error: an error of this request alone.
         current: the request to decode. After a preemption that kept its tokens, they belong to the prompt.
         keys: keys of the pages of that prompt without the last token, which the first decoding step takes.
@@ -174,6 +175,7 @@ class Running:
     on_tokens: OnTokens | None = None
     completion: Completion = field(init=False)
     num_streamed: int = 0
+    streamed: Completion | None = None
     error: Exception | None = None
     current: Request = field(init=False)
     keys: list[bytes] = field(init=False)
@@ -189,9 +191,9 @@ class Running:
     def __post_init__(self) -> None:
         self.begin()
 
-    def begin(self) -> None:
-        """Begin the answer, or begin it again, behind what an earlier request sampled of it."""
-        self.completion = copy.deepcopy(self.request.begun or Completion())
+    def begin(self, begun: Completion | None = None) -> None:
+        """Begin the answer, or begin it again, behind `begun` or else what an earlier request sampled of it."""
+        self.completion = copy.deepcopy(begun or self.request.begun or Completion())
         begin = self.request.begin_constraint
         self.constraint = None if begin is None else begin()
         if self.request.is_penalized:
@@ -214,6 +216,11 @@ class Running:
     def num_fed(self) -> int:
         """Number of prompt tokens to prefill: all but the last."""
         return len(self.current.prompt_ids) - 1
+
+    @property
+    def is_behind(self) -> bool:
+        """True if it has not sampled again all tokens that it has streamed."""
+        return len(self.completion.token_ids) < self.num_streamed
 
     @property
     def is_prefilled(self) -> bool:
@@ -280,10 +287,21 @@ class Scheduler:
         for pool in self.pools:
             pool.clear()
 
-    def restart_prefills(self) -> None:
-        """Take slots and pages from the requests whose prompts are not in their pages yet; they wait for them again."""
-        for running in reversed([running for running in self.running.values() if not running.is_prefilled]):
+    def change_weights(self) -> None:
+        """Let all requests go on from their tokens, and forget which prompts pages hold.
+
+        Those whose prompts are not in their pages yet wait for slots and pages again. So do those that have lost
+        streamed tokens, which they get back.
+        """
+        for running in reversed([each for each in self.running.values() if not each.is_prefilled or each.is_behind]):
             self._preempt(running)
+        with self.lock:
+            behind = [waiting for waiting in self.waiting if waiting.is_behind]
+        for waiting in behind:
+            waiting.begin(waiting.streamed)
+        for running in (*self.running.values(), *behind):
+            running.keeps_tokens = True
+        self.clear_prefix_cache()
 
     def admit(self, *, is_draining: bool) -> Admitted:
         """Give slots and pages to waiting requests, the oldest first, as long as there are both.
@@ -454,12 +472,13 @@ class Scheduler:
     def _preempt(self, running: Running) -> None:
         """Put a request back to the front of those that wait, with its tokens, or else to sample the same again."""
         keeps_tokens = self.keeps_tokens or running.keeps_tokens
-        if keeps_tokens:
+        if keeps_tokens or running.num_streamed:
             self.record_experts(running)
         self.release(running)
         if keeps_tokens:
             running.decode_from(running.completion.token_ids)
         else:
+            running.streamed = running.streamed if running.is_behind else running.completion
             running.begin()
         with self.lock:
             self.waiting.appendleft(running)

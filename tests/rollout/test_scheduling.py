@@ -437,6 +437,33 @@ def test_a_preempted_request_finishes_on_the_version_that_it_began_with(make_pol
     assert_idle(policy)
 
 
+@pytest.mark.parametrize("least", [0, 1], ids=["waiting", "running"])
+def test_streamed_tokens_stay_though_pages_were_lost_and_weights_change(make_policy, uneven, monkeypatch, least):
+    """The weights change while a request has no tokens, or at `least` one, of those that it has streamed."""
+    policy, (make, expected) = make_policy(max_context_tokens=CONTEXT, cache_tokens=FEW_TOKENS), uneven
+    scheduler, advance, lost = policy.engine._scheduler, policy.engine._advance, {}
+
+    def change_and_advance(**options):
+        for each in [*scheduler.waiting, *scheduler.running.values()]:
+            if not lost and least <= len(each.completion.token_ids) < each.num_streamed:
+                lost[each.request.key_ids[-1]] = each.num_streamed
+                policy._stop_sampling(finishes_requests=False)
+                doubled = jax.tree.map(lambda leaf: jax.device_put(2 * np.asarray(leaf)), policy.weights.trained)
+                policy.weights.replace_trained(doubled, has_changed=True)
+        return advance(**options)
+
+    async def main():
+        return await asyncio.gather(*(streamed(policy, each) for each in make()))
+
+    monkeypatch.setattr(policy.engine, "_advance", change_and_advance)
+    answers = run(main)
+    ((number, count),) = lost.items()
+    assert answers[number].token_ids[:count] == expected[number][0][:count]
+    assert answers[number].policy_versions == [0] * count + [1] * (len(answers[number].token_ids) - count)
+    assert len(answers[number].token_ids) > count
+    assert_idle(policy)
+
+
 # --- Dispatches ahead.
 
 
