@@ -1,5 +1,6 @@
 """An answer as it is sampled: where a stop string ends it, and its text in pieces that later tokens never change."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,15 +22,21 @@ class TextDecoder:
     ) -> None:
         """`decode` returns the text of tokens; `is_byte` is that of `TokenTexts`."""
         self._decode, self._is_byte = decode, is_byte
-        self._ids: list[int] = []
+        # Twice, because decoders strip the space that begins a text.
+        self._has_text = functools.cache(lambda token_id: decode([token_id, token_id]) != "")
+        self._ids: list[int] = []  # without control tokens, which have no text
+        self._num_certain = 0  # tokens before single bytes at the end
         self._start = 0  # first token that is decoded again
         self._end = 0  # number of tokens at the last complete character
         self._num_known = 0  # characters of these tokens' text that were returned
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Return the text that the tokens add; a character whose bytes are not complete waits for the next tokens."""
-        self._ids += token_ids
-        end = self._num_certain()
+        for token_id in filter(self._has_text, token_ids):
+            self._ids.append(token_id)
+            if not self._is_byte(token_id):
+                self._num_certain = len(self._ids)
+        end = self._num_certain
         text = self._decode(self._ids[self._start : end])
         # The bytes of an incomplete character, at most three, are decoded as replacement characters.
         held = len(text) - max(len(text.rstrip("\N{REPLACEMENT CHARACTER}")), len(text) - 3)
@@ -40,15 +47,6 @@ class TextDecoder:
             self._start, self._end = self._end, end
             self._num_known = len(self._decode(self._ids[self._start : end]))
         return new
-
-    def _num_certain(self) -> int:
-        """Return the number of tokens before single bytes at the end, among which tokens without text may stand."""
-        certain = end = len(self._ids)
-        while end and (self._is_byte(self._ids[end - 1]) or not self._decode(self._ids[end - 1 : end])):
-            end -= 1
-            if self._is_byte(self._ids[end]):
-                certain = end
-        return certain
 
 
 class Thoughts(NamedTuple):

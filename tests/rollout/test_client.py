@@ -17,7 +17,7 @@ from jaxft.rollout.current import outside_calls, recording
 from jaxft.rollout.decode_batch import most_likely
 from jaxft.rollout.recorder import Episode
 from jaxft.rollout.sequences import token_sequences
-from jaxft.rollout.streaming import StopFinder, find_stop
+from jaxft.rollout.streaming import StopFinder, TextDecoder, find_stop
 
 QUESTION = [{"role": "user", "content": "x?"}]
 
@@ -672,6 +672,16 @@ def test_the_work_of_the_stop_finder_grows_linearly(policy):
     ids = policy.tokenizer.encode("a" * 4000)
     assert by_and_by(template, ids, ["\nObservation:"], iter(lambda: 8, 0)) is None
     assert template.tokens < 12 * len(ids)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_work_of_streaming_tokens_without_text_grows_linearly(policy, waits):
+    template, (first, last) = Counting(policy.template), policy.tokenizer.encode("ab")
+    decoder = TextDecoder(template.answer_text, lambda token_id: waits and token_id == first)
+    ids = [first, *[policy.tokenizer.eos_token_id] * 4000, last]
+    pieces = [decoder.feed(ids[start : start + 8]) for start in range(0, len(ids), 8)]
+    assert pieces[0] == "a" * (not waits) and "".join(pieces) == "ab"
+    assert template.tokens < len(ids)
 
 
 def test_the_text_is_cut_before_the_stop_string(policy):
