@@ -127,8 +127,8 @@ def _head(asked: CompletionFields, prefix: str, kind: str) -> dict[str, Any]:
 
 
 def _fingerprint(*choices: Reply) -> str:
-    """Return the versions of the parameters that sampled: one, unless an update came between choices of one reply."""
-    versions = sorted({choice.policy_version for choice in choices})
+    """Return the versions of the parameters that sampled: one, unless an update came between choices or tokens."""
+    versions = sorted({version for choice in choices for version in choice.completion.policy_versions})
     return f"policy_version_{'_'.join(map(str, versions))}"
 
 

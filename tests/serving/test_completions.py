@@ -49,6 +49,12 @@ OTHER = Reply("yes", sampled([9], [-1.0], [((9, -1.0), (8, -2.0))]), (1, 2, 3))
 CHAT_REPLY = dataclasses.replace(conftest.REPLY, content="", others=(OTHER,))
 
 
+def test_a_reply_names_the_versions_of_all_its_tokens():
+    completion = dataclasses.replace(CHAT_REPLY.completion, policy_versions=[3, 4])
+    body = chat_completion(chat(), dataclasses.replace(CHAT_REPLY, completion=completion), TEXTS)
+    assert body["system_fingerprint"] == "policy_version_3_4"
+
+
 def test_a_reply_to_a_chat_becomes_openais_json():
     body = json.loads(encode(chat_completion(chat(), CHAT_REPLY, TEXTS)))
     assert (body["object"], body["model"], body["system_fingerprint"]) == (
