@@ -246,11 +246,14 @@ def _messages(message: AnyMessage) -> Iterator[dict[str, Any]]:
 
 def _answer(blocks: Sequence[AssistantBlock]) -> dict[str, Any]:
     """Return the blocks of an answer as OpenAI's message."""
-    content = _texts([block for block in blocks if isinstance(block, TextBlock)])
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
+    texts = [block.text for block in blocks if isinstance(block, TextBlock)]
+    thoughts, between = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)], "\n"
+    if (TextBlock, ThinkingBlock) in itertools.pairwise(map(type, blocks)):
+        # A streamed answer that thinks again: its blocks are pieces of one text and one thought.
+        texts, between = ["".join(texts)], ""
+    message: dict[str, Any] = {"role": "assistant", "content": [{"type": "text", "text": text} for text in texts]}
     if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+        message["reasoning_content"] = between.join(thoughts)
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if calls:
         message["tool_calls"] = [

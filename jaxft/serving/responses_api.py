@@ -225,7 +225,7 @@ def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Return the items of an input as OpenAI's messages."""
     messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None  # message of the assistant that the next items may belong to
-    for item in items:
+    for before, item in zip((None, *items), items, strict=False):
         if isinstance(item, FunctionCallOutput):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)})
             answer = None
@@ -234,16 +234,17 @@ def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:
             messages.append({"role": item.role, "content": _texts(item.content)})
             answer = None
             continue
-        # Within an answer, reasoning comes before text, and text before calls.
-        ends = {ReasoningItem: ("reasoning_content", "content", "tool_calls"), MessageItem: ("content", "tool_calls")}
-        if answer is None or any(answer.get(name) is not None for name in ends.get(type(item), ())):
+        # Within an answer, calls come last. One that thinks again is streamed as reasoning and text by turns.
+        has_ended = answer is None or "tool_calls" in answer or type(item) is type(before)
+        if answer is None or (has_ended and not isinstance(item, FunctionCall)):
             answer = {"role": "assistant", "content": None}
             messages.append(answer)
         if isinstance(item, ReasoningItem):
             texts = ("\n".join(part.text for part in parts or ()) for parts in (item.content, item.summary))
-            answer["reasoning_content"] = next(filter(None, texts), "")
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + next(filter(None, texts), "")
         elif isinstance(item, MessageItem):
-            answer["content"] = _texts(item.content)
+            said, more = answer["content"], _texts(item.content)
+            answer["content"] = more if said is None else _joined(said) + _joined(more)
         else:
             answer.setdefault("tool_calls", []).append(ToolCall(item.call_id, item.name, item.arguments).as_message())
     return messages
@@ -259,6 +260,10 @@ def _texts(content: str | Sequence[InputText | OutputText | Refusal]) -> str | l
         else {"type": "text", "text": part.text}
         for part in content
     ]
+
+
+def _joined(content: str | Sequence[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(part[part["type"]] for part in content)
 
 
 def response_json(asked: ResponsesRequest, reply: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:

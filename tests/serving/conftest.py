@@ -2,12 +2,14 @@
 
 import asyncio
 import importlib
+from dataclasses import replace
 
 import anthropic
 import pytest
 
 from jaxft.rollout import framework_client
 from jaxft.rollout.calls import Completion, Reply
+from jaxft.rollout.chat_request import Delta
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.current import recording
 from jaxft.rollout.messages import ToolCall
@@ -30,6 +32,16 @@ REPLY = Reply(
     tool_calls=(ToolCall("abcdefgh1", "look_up", '{"city": "Oslo"}'),),
     reasoning_content="hm",
 )
+
+
+THINKS_AGAIN = (
+    Delta(0, reasoning_content="a"),
+    Delta(0, content="foo"),
+    Delta(0, reasoning_content="\n\nb"),
+    Delta(0, content=" \n\nbar"),
+    replace(REPLY, content="foo \n\nbar", reasoning_content="a\n\nb"),
+)
+"""Pieces of a streamed answer that thinks twice, and its reply."""
 
 
 def make_episode(**changes):

@@ -8,7 +8,7 @@ from jaxft.rollout.client import ChatClient
 from jaxft.serving.messages_api import MessagesRequest, MessageWriter, anthropic_error, message_json
 from jaxft.serving.schemas import read_request
 from jaxft.serving.wire import APIError, encode
-from tests.serving.conftest import QUESTION, REPLY, make_client, make_episode, run
+from tests.serving.conftest import QUESTION, REPLY, THINKS_AGAIN, make_client, make_episode, run
 
 pytestmark = pytest.mark.usefixtures("no_sockets")
 
@@ -96,6 +96,20 @@ def test_a_streamed_reply_has_anthropics_events():
     ]
     assert [each["index"] for each in data if each["type"] == "content_block_start"] == [0, 1, 2]
     assert data[-2]["delta"]["stop_reason"] == "tool_use"
+
+
+def test_a_streamed_answer_that_thinks_again_is_sent_back_as_the_whole_one():
+    writer, blocks = MessageWriter(call(stream=True), str), []
+    events = [event.decode() for piece in THINKS_AGAIN for event in writer.events(piece)]
+    for each in [json.loads(event.split("data: ")[1]) for event in events]:
+        if each["type"] == "content_block_start":
+            blocks.append(each["content_block"])
+        elif each["type"] == "content_block_delta" and (text := each["delta"].get(kind := blocks[-1]["type"])):
+            blocks[-1][kind] += text
+    assert [block["type"] for block in blocks] == ["thinking", "text"] * 2 + ["tool_use"]
+    (_, message) = read(*QUESTION, {"role": "assistant", "content": blocks}, QUESTION[0])[:2]
+    ((part,), reply) = message["content"], THINKS_AGAIN[-1]
+    assert (part["text"], message["reasoning_content"]) == (reply.content, reply.reasoning_content)
 
 
 def test_the_stop_sequence_that_ended_an_answer_is_told(make_scripted_policy, tokenizer):

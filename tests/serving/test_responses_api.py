@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -6,7 +7,7 @@ from jaxft.rollout.chat_request import Delta
 from jaxft.serving.responses_api import ResponsesRequest, ResponseWriter, response_json
 from jaxft.serving.schemas import read_request
 from jaxft.serving.wire import APIError, encode
-from tests.serving.conftest import REPLY
+from tests.serving.conftest import REPLY, THINKS_AGAIN
 
 QUESTION = {"role": "user", "content": "x?"}
 
@@ -73,6 +74,16 @@ def test_a_streamed_reply_has_openais_events():
     assert items == data[-1]["response"]["output"]
     without_ids = [{**item, "id": ""} for item in response_json(call(), REPLY, str)["output"]]
     assert [{**item, "id": ""} for item in items] == without_ids
+
+
+@pytest.mark.parametrize("calls", [(), REPLY.tool_calls])
+def test_a_streamed_answer_that_thinks_again_is_sent_back_as_the_whole_one(calls):
+    writer, (*deltas, reply) = ResponseWriter(call(stream=True), str), THINKS_AGAIN
+    reply = replace(reply, tool_calls=calls)
+    *_, end = [event.decode() for piece in [*deltas, reply] for event in writer.events(piece)]
+    output = json.loads(end.split("data: ")[1])["response"]["output"]
+    assert [item["type"] for item in output] == ["reasoning", "message"] * 2 + ["function_call"] * len(calls)
+    assert read(QUESTION, *output, QUESTION) == [QUESTION, reply.message, QUESTION]
 
 
 def test_an_error_between_events_is_raised_by_the_client():
