@@ -214,7 +214,7 @@ class DPOTrainer(LoggedTrainer):
         await self._collect_pairs(num_epochs)
         while self._pairs:  # a signal may have come before there were any
             is_last = self.epoch >= num_epochs
-            await self._save(await self.validate(num_epochs), is_last=is_last)
+            await self.save(await self.validate(num_epochs), is_last=is_last)
             if self.is_stopping:
                 break
             if is_last:
@@ -238,7 +238,7 @@ class DPOTrainer(LoggedTrainer):
         """Run the collections, with a checkpoint before each: they may take longer than the training."""
         assert self.trajectory_builder is not None
         while len(self._collections) < self.trainer_config.num_runs and not self.is_stopping:
-            await self._save(await self.validate(num_epochs), is_last=False)
+            await self.save(await self.validate(num_epochs), is_last=False)
             if self.is_stopping:
                 return
             number = len(self._collections)
@@ -279,8 +279,10 @@ class DPOTrainer(LoggedTrainer):
             self.log.rewards(0, self._metrics)
             self.log.console.message(f"{len(self._pairs)} pairs from {self._metrics.get('episodes', 0):.0f} episodes")
 
-    async def _save(self, score: float | None, *, is_last: bool) -> None:
-        await self.save(len(self._collections) + self.epoch, score, is_last=is_last)
+    @property
+    def step(self) -> int:
+        """Number of the collections and epochs so far, which names the next checkpoint."""
+        return len(self._collections) + self.epoch
 
     def _choose_pairs(self) -> list[list[Trajectory]]:
         """Return the pairs to train, each in a group of its own, as pairs are not compared with each other."""

@@ -199,7 +199,7 @@ class GRPOTrainer(LoggedTrainer):
             if len(self.log.validations) > validations:
                 self._early_stop.count(score)
             is_last = self._early_stop.reason is not None or self.epoch >= num_epochs
-            await self.save(self.epoch, score, is_last=is_last)
+            await self.save(score, is_last=is_last)
             if is_last or self.is_stopping:
                 break
             metrics = await self.train_epoch()
@@ -296,7 +296,7 @@ class GRPOTrainer(LoggedTrainer):
         Episodes that are sampled ahead end first, with the weights that they began with; those of a `GroupStream` go on
         with the newest.
         """
-        await self._schedule.prepare_validation()
+        await self._schedule.prepare_validation(self.epoch)
 
     async def hold(self) -> None:
         """Let the adapter sample with the present weights until the next call, whatever is trained."""

@@ -54,8 +54,8 @@ class Schedule:
     async def begin(self, epoch: int) -> None:
         """Begin the episodes that are sampled beside the job of this epoch, with the weights before it."""
 
-    async def prepare_validation(self) -> None:
-        """See to it that episodes that begin next are sampled with the newest weights."""
+    async def prepare_validation(self, epoch: int) -> None:
+        """See to it that episodes that begin next, before this epoch, are sampled with the newest weights."""
 
     def state(self) -> dict[str, Any]:
         """Return what a resumed run goes on from, for JSON."""
@@ -96,13 +96,20 @@ class NextCollection(Schedule):
     async def begin(self, epoch: int) -> None:
         """Begin the next epoch's episodes; before the last job the sampler only holds what a prolonged run needs."""
         await self._sampler.hold()
-        if epoch + 1 < self._num_epochs:
-            self.before = self._get_state()
-            name = f"collection of epoch {epoch + 1}"
-            self._task = asyncio.create_task(_run(self._collect, epoch + 1), name=name)
+        self._begin_collection(epoch + 1)
 
-    async def prepare_validation(self) -> None:
-        """Wait for the episodes that were begun, whose errors `take` raises, and let go of their weights."""
+    def _begin_collection(self, epoch: int) -> None:
+        if epoch < self._num_epochs:
+            self.before = self._get_state()
+            self._task = asyncio.create_task(_run(self._collect, epoch), name=f"collection of epoch {epoch}")
+
+    async def prepare_validation(self, epoch: int) -> None:
+        """Wait for the episodes that were begun, whose errors `take` raises, and let go of their weights.
+
+        A run that was stopped before this validation repeats them first, with the weights of its checkpoint.
+        """
+        if self._task is None and epoch > 0:
+            self._begin_collection(epoch)
         if self._task is not None:
             await asyncio.wait({self._task})
         await self._sampler.release()
@@ -200,7 +207,7 @@ class GroupStream(Schedule):
         seconds, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
         return _join_collections([self._ended.pop(number) for number in chosen], run_id, seconds)
 
-    async def prepare_validation(self) -> None:
+    async def prepare_validation(self, epoch: int) -> None:
         """Let the groups that are open go on with the newest weights."""
         await self._sampler.hold()
 

@@ -90,6 +90,7 @@ class LoggedTrainer(Trainer):
             return None
         if validation is None or not validation.is_due(self.epoch, num_epochs):
             return None
+        await self.checkpoint(self.step, is_written=False)  # a signal during the validation loses no epoch
         if not await self.begins(f"validation {self.epoch}"):
             return None
         await self.prepare_validation()
@@ -116,11 +117,16 @@ class LoggedTrainer(Trainer):
     async def prepare_validation(self) -> None:
         """See to it that the newest weights are validated; called before each validation."""
 
-    async def save(self, step: int, score: float | None, *, is_last: bool) -> None:
+    @property
+    def step(self) -> int:
+        """Number of the checkpoint between the last epoch and the next."""
+        return self.epoch
+
+    async def save(self, score: float | None, *, is_last: bool) -> None:
         """Call `checkpoint`, and measure how long it blocked the loop."""
         started = time.perf_counter()
         self.log.console.status("saving")
-        await self.checkpoint(step, score=score, is_last=is_last)
+        await self.checkpoint(self.step, score=score, is_last=is_last)
         self._seconds_checkpoint = time.perf_counter() - started
 
     async def train_epoch(self) -> dict[str, Any] | None:
@@ -134,6 +140,7 @@ class LoggedTrainer(Trainer):
         started, status, device = time.perf_counter(), None, self.trainer_adapter.device_seconds()
         run_id = f"epoch_{self.epoch:05d}"
         ref = await self.run_epoch(self.epoch, run_id)
+        self.is_ending_epoch = True
         metrics, timings = self.log.metrics[run_id], self.log.timings[run_id]
         if ref is not None:
             self.log.console.status("training")

@@ -74,7 +74,7 @@ class Checkpointing:
         self._boundary: dict[str, Any] | None = None
         self._score: float | None = None
         self._is_restored = self._is_saved = False
-        self._begun_step: int | None = None
+        self._begun: dict[str, Any] = {}  # the state of the last save, or of the checkpoint that was restored
         self._started, self._seconds_before = time.perf_counter(), 0.0
 
     @property
@@ -151,11 +151,13 @@ class Checkpointing:
             if not saved:
                 self.log(f"warning: {type(component).__name__} saved no state: it continues in its initial state")
         await asyncio.to_thread(checkpoints.set_aside, found.step)
-        self._begun_step, self._is_restored = found.step, True
+        self._begun, self._is_restored = state, True
         self.when_restored()
 
-    async def boundary(self, trainer: Trainer, step: int, *, score: float | None = None, is_last: bool) -> None:
-        """Capture the state between two epochs, and save it if a checkpoint is due.
+    async def boundary(
+        self, trainer: Trainer, step: int, *, score: float | None = None, is_last: bool, is_written: bool = True
+    ) -> None:
+        """Capture the state between two epochs, and save it if a checkpoint is due and `is_written`.
 
         Raises:
             CheckpointError, DiskFull: this checkpoint, or the previous one, could not be written.
@@ -175,11 +177,14 @@ class Checkpointing:
             "logs": self._directory.log_sizes(),
             "adapter": await adapter.save_state(lambda values, arrays: values),
         }
-        self._boundary, self._score, self._is_saved = _plain(state), score, step == self._begun_step
-        if (is_last or step % self._config.every == 0) and await self.save_boundary(trainer) is None:
+        self._boundary, self._score = _plain(state), score
+        # A step that was saved before its validation is saved again, with the score.
+        self._is_saved = all(self._boundary[name] == self._begun.get(name) for name in ("step", "trainer"))
+        is_due = is_written and (is_last or step % self._config.every == 0)
+        if is_due and await self.save_boundary(trainer) is None:
             raise CheckpointError(f"checkpoint {step} was not made: the adapter changed between two epochs")
         # The first checkpoint is finished before a second row is written: `find` relies on it.
-        if is_last or (self.saved_step is None and self._begun_step != step):
+        if is_last or (self.saved_step is None and self._begun.get("step") != step):
             await self.wait()
 
     async def save_boundary(self, trainer: Trainer) -> int | None:
@@ -187,20 +192,21 @@ class Checkpointing:
         if self._boundary is None:
             return None
         state, checkpoints = self._boundary, await asyncio.to_thread(self._open)
+        step: int = state["step"]
 
         def save(values: dict[str, Any], arrays: Any) -> bool:
             if _plain(values) != state["adapter"]:
                 return False
-            now = self.now.isoformat()
-            checkpoints.save(state["step"], state, arrays, score=self._score, seconds=self.seconds, now=now)
+            now, is_again = self.now.isoformat(), step == self._begun.get("step")
+            checkpoints.save(step, state, arrays, score=self._score, seconds=self.seconds, now=now, is_again=is_again)
             return True
 
         if not self._is_saved:
             self._is_saved = await _bound(trainer)[1].save_state(save)
         if not self._is_saved:
             return None
-        self._begun_step = state["step"]
-        return self._begun_step
+        self._begun = state
+        return step
 
     @property
     def saved_step(self) -> int | None:

@@ -300,11 +300,14 @@ class Trainer(ABC):
         run_config, curriculum_config, reward: from the section `finetuning`; None until `initialize`.
         loggers: the loggers of the run, set by the session. `run` calls their `begin` before its first epoch, then
             `metrics` and `samples`.
-        save_checkpoint: function `(trainer, step, score=..., is_last=...)` that saves the run; None: no saving.
+        save_checkpoint: function `(trainer, step, score=..., is_last=..., is_written=...)` that saves the run; None: no
+            saving.
         begins: function `(name)`, set by the session, that returns True if all processes of the run begin what they may
             leave out, such as a validation; False once the run stops.
         is_stopping: set by a signal; `run` then returns after the present epoch.
         is_collecting: True while `run` waits for episodes, which a signal cuts off where several processes share them.
+        is_ending_epoch: True from the job of an epoch on until the next `checkpoint`; a signal waits for that as it
+            does for an update.
         needs_no_training: set by `run` if the run succeeded without training, as with a policy that reaches the target
             from the start; otherwise a run that trained nothing has failed.
         failure: set by `run` to an error that it returns as a FAILED status; the session raises the error, so that the
@@ -321,7 +324,7 @@ class Trainer(ABC):
         self.loggers = Loggers()
         self.save_checkpoint: Callable[..., Awaitable[None]] | None = None
         self.begins: Callable[[str], Awaitable[bool]] = _always
-        self.is_stopping = self.is_collecting = False
+        self.is_stopping = self.is_collecting = self.is_ending_epoch = False
         self.needs_no_training = False
         self.failure: BaseException | None = None
         self._curriculum_state: dict[str, Any] | None = None
@@ -367,16 +370,21 @@ class Trainer(ABC):
     def log_progress(self, epoch: int, metrics: dict[str, Any], output_dir: str | None = None) -> None:
         """Record the metrics of an epoch."""
 
-    async def checkpoint(self, step: int, *, score: float | None = None, is_last: bool = False) -> None:
+    async def checkpoint(
+        self, step: int, *, score: float | None = None, is_last: bool = False, is_written: bool = True
+    ) -> None:
         """Save the run if a checkpoint is due; called by `run` between epochs, with no job open and the logs written.
 
         Args:
             step: a growing number, such as that of the finished epochs, which names the checkpoint.
             score: the validation reward of the present policy, the best of which is kept.
             is_last: True at the end of the run.
+            is_written: False before a validation of the present policy, which is followed by another call: the run is
+                then saved only if a signal stops it meanwhile.
         """
         if self.save_checkpoint is not None:
-            await self.save_checkpoint(self, step, score=score, is_last=is_last)
+            await self.save_checkpoint(self, step, score=score, is_last=is_last, is_written=is_written)
+        self.is_ending_epoch = False
 
     def state(self) -> dict[str, Any]:
         """Return the state, for JSON, on which the next epochs depend; saved with every checkpoint."""

@@ -216,7 +216,7 @@ class Session:
                 await asyncio.wait({running, listening})
 
     async def _stop(self, trainer: Trainer, running: "asyncio.Task[Any]", shutdown: Shutdown) -> None:
-        """Wait for a running update within the grace time, cancel everything else, save the run and raise `Stopped`.
+        """Let a running update and its epoch end within the grace time, cancel all else, save the run, raise `Stopped`.
 
         Several processes stop before the same update, and save the same state.
         """
@@ -225,7 +225,7 @@ class Session:
             await self._end_together(trainer, running)
         else:
             trainer.is_stopping = True
-            if (await self.adapter()).is_busy() and not running.done():
+            if ((await self.adapter()).is_busy() or trainer.is_ending_epoch) and not running.done():
                 self.console.message(f"finishing the update, in at most {grace:g} seconds")
                 await asyncio.wait({running}, timeout=grace)
         if running.done() and running.exception() is not None:
@@ -263,10 +263,10 @@ class Session:
                 return
             await asyncio.sleep(POLL_SECONDS)
 
-    async def _save_boundary(self, trainer: Trainer, step: int, *, score: float | None = None, is_last: bool) -> None:
+    async def _save_boundary(self, trainer: Trainer, step: int, **about: Any) -> None:
         """Capture the state between two epochs in all processes; see `Checkpointing.boundary`."""
         async with process_group().agree(f"checkpoint {step}", is_last=True):
-            await self.checkpointing.boundary(trainer, step, score=score, is_last=is_last)
+            await self.checkpointing.boundary(trainer, step, **about)
 
     async def _save_stopped(self, trainer: Trainer) -> int | None:
         """Save the latest state between two epochs, and return its step; None if that is not possible any more."""

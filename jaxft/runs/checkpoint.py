@@ -38,8 +38,8 @@ from jaxft.runs.directory import RunDirectory
 FOLDER = "checkpoints"
 FORMAT_VERSION = 1
 """Version of state and arrays; a newer program restores every older version."""
-DAMAGED, OLD = ".damaged", ".old"
-"""Suffixes of step directories that are set aside, or being removed."""
+DAMAGED, OLD, REPLACED = ".damaged", ".old", ".replaced"
+"""Suffixes of step directories that are set aside, being removed, or kept until their step is saved again."""
 
 
 class Checkpoint(NamedTuple):
@@ -147,6 +147,7 @@ class Checkpoints:
 
     def _newest_verified(self, log: Callable[[str], None]) -> tuple[int, float, str | None] | None:
         """Return the newest step that verifies, the seconds that the run had taken, and the time it was begun at."""
+        self._put_back()
         faults = []
         for step in reversed(self.steps()):
             folder = self.folder / str(step)
@@ -171,6 +172,14 @@ class Checkpoints:
                 f"  {listed}"
             )
         return None
+
+    def _put_back(self) -> None:
+        """Rename steps back that were to be saved again, but were not."""
+        for entry in self.folder.glob(f"*{REPLACED}"):
+            place = entry.with_suffix("")
+            if _is_ours(entry) and not (place / MANIFEST).exists():
+                shutil.rmtree(place, ignore_errors=True)
+                entry.rename(place)
 
     def set_aside(self, after: int) -> None:
         """Rename all steps after `after`; the run saves them again, and each renamed step is removed then."""
@@ -219,6 +228,7 @@ class Checkpoints:
         score: float | None = None,
         seconds: float = 0.0,
         now: str | None = None,
+        is_again: bool = False,
     ) -> None:
         """Start to write a step in the background, and return when the arrays may change again.
 
@@ -229,6 +239,7 @@ class Checkpoints:
             score: score of the step; the one of the best score is kept.
             seconds: time that the run has taken. The manifest has it, as state and arrays are equal in equal runs.
             now: time at which the run was begun, likewise.
+            is_again: True to replace the step that the run was restored from.
 
         Raises:
             CheckpointError, DiskFull, HostsError: the previous save failed.
@@ -237,6 +248,9 @@ class Checkpoints:
         if step == self._begun:  # left by a caller that was cancelled while it waited for this save
             return
         place = self.folder / str(step)
+        if is_again:
+            self._together(lambda: _replace(place) if self._group.is_first else None)
+            self._manager.reload()
         if os.path.lexists(place):  # orbax would remove a foreign file
             raise CheckpointError(f"'{place}' is no checkpoint of this run and in the way of one: move it elsewhere")
         args = ocp.args
@@ -308,10 +322,7 @@ class Checkpoints:
         for step in scores.keys() - kept:
             (self.folder / str(step)).rename(self.folder / f"{step}{OLD}")  # one step: no half checkpoint
         for entry in self.folder.iterdir():
-            name, dot, _ = entry.name.partition(".")
-            is_folder = entry.is_dir() and not entry.is_symlink()
-            is_ours = dot and name.isdecimal() and entry.suffix in (OLD, DAMAGED) and is_folder
-            if is_ours and (entry.suffix == OLD or int(name) <= newest):
+            if _is_ours(entry) and (entry.suffix == OLD or int(entry.stem) <= newest):
                 shutil.rmtree(entry)
 
     def wait(self) -> None:
@@ -333,6 +344,18 @@ class Checkpoints:
             self._finishing.join()
         with contextlib.nullcontext() if self._group.is_alone else contextlib.suppress(Exception):
             self._manager.close()
+
+
+def _is_ours(entry: Path) -> bool:
+    """Return True if an entry of the folder is a step directory that was renamed."""
+    is_folder = entry.is_dir() and not entry.is_symlink()
+    return entry.stem.isdecimal() and entry.suffix in (DAMAGED, OLD, REPLACED) and is_folder
+
+
+def _replace(place: Path) -> None:
+    aside = place.with_suffix(REPLACED)
+    shutil.rmtree(aside, ignore_errors=True)
+    place.rename(aside)
 
 
 @functools.cache

@@ -160,7 +160,7 @@ def overlap(tmp_path, make_items):
 
     def overlap(adapter=None, *, checkpoint=None, epochs=4, slow=0.0, interval=None, finetuning=None, **config):
         adapter, shown = adapter or NoModel(), io.StringIO()
-        adapter.checkpoints = {}
+        adapter.checkpoints, adapter.unvalidated, adapter.ending = {}, {}, []
 
         async def play(example):
             """The reward is the version that sampled the last turn, and a fraction by number and generation."""
@@ -170,9 +170,11 @@ def overlap(tmp_path, make_items):
             offset = int(example["name"]) / 16 + current.generation / 2 if current.is_training else 0
             return adapter.sampling_version + offset + (current.seed % 97) / 2**20 * current.is_training
 
-        async def save(trainer, step, **about):
+        async def save(trainer, step, *, is_written, **about):
             state = {"trainer": trainer.state(), **trainer.collection_state()}
-            adapter.checkpoints[step] = json.dumps(state), adapter.version, adapter.held
+            saved = adapter.checkpoints if is_written else adapter.unvalidated
+            saved[step] = json.dumps(state), adapter.version, adapter.held
+            adapter.ending.append(trainer.is_ending_epoch)
 
         async def main(directory):
             builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=2))
@@ -368,6 +370,17 @@ def test_a_resumed_run_repeats_the_collection_that_was_sampled_ahead(overlap):
     for checkpoint in (*map(whole.checkpoints.get, range(4)), short.checkpoints[2]):  # and a prolonged run
         step = checkpoint[1]
         assert overlap(checkpoint=checkpoint).submitted == whole.submitted[step:]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_so_does_a_run_that_was_stopped_before_a_validation(overlap, tmp_path, max_staleness):
+    whole = overlap(interval=1, max_staleness=max_staleness, slow=0.05)
+    history = (tmp_path / "run" / "validation_history.json").read_bytes()
+    assert whole.ending == [False, False, *[True, False] * 4]  # a signal waits for what follows a job
+    for step in range(4):
+        again = overlap(interval=1, max_staleness=max_staleness, checkpoint=whole.unvalidated[step])
+        assert again.submitted == whole.submitted[step:] and again.checkpoints[4] == whole.checkpoints[4]
+        assert (tmp_path / "run" / "validation_history.json").read_bytes() == history
 
 
 def test_validations_are_of_the_newest_weights_and_jobs_are_not(overlap, tmp_path):

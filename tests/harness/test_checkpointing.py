@@ -29,6 +29,9 @@ from tests.harness.conftest import ToyTrainer, toy_events  # noqa: F401  (a fixt
 
 class SteadyTrainerConfig(TrainerConfig, name="steady_trainer"):
     stop_in: int | None = None
+    stop_in_validation: int | None = None
+    ending_seconds: float = 0.0
+    scores: tuple[float, ...] = ()
     signal: int = signal.SIGTERM
     seconds: float = 60.0
 
@@ -38,20 +41,33 @@ class SteadyTrainer(ToyTrainer):
 
     def __init__(self, config, directory):
         super().__init__(config)
-        self.directory, self.epoch = directory, 0
+        self.directory, self.epoch, self.validated = directory, 0, None
 
     def state(self):
-        return {"epoch": self.epoch}
+        return {"epoch": self.epoch, "validated": self.validated}
 
     def restore_state(self, state):
-        self.epoch = state["epoch"]
+        self.epoch, self.validated = state["epoch"], state["validated"]
+
+    async def validate(self):
+        """Return the score of this epoch, unless it is known, or the run stops."""
+        scores = self.trainer_config.scores
+        if self.is_stopping or not scores or self.validated == self.epoch:
+            return None
+        await self.checkpoint(self.epoch, is_written=False)
+        if self.epoch == self.trainer_config.stop_in_validation:
+            os.kill(os.getpid(), self.trainer_config.signal)
+            await asyncio.sleep(self.trainer_config.seconds)
+        self.validated = self.epoch
+        return scores[self.epoch]
 
     async def run(self, num_epochs):
         statuses = []
         if self.epoch > num_epochs:
             raise ConfigError([f"finetuning.num_epochs: is {num_epochs}, but {self.epoch} epochs are trained already"])
         while True:
-            await self.checkpoint(self.epoch, is_last=self.epoch == num_epochs)
+            score = await self.validate()
+            await self.checkpoint(self.epoch, score=score, is_last=self.epoch == num_epochs)
             if self.epoch == num_epochs or self.is_stopping:
                 return statuses
             if self.epoch == self.trainer_config.stop_in:
@@ -59,6 +75,10 @@ class SteadyTrainer(ToyTrainer):
                 await asyncio.sleep(self.trainer_config.seconds)
             ref = await self.run_epoch(self.epoch, f"epoch-{self.epoch}")
             statuses.append(await self.trainer_adapter.wait_until_complete(ref))
+            if self.trainer_config.ending_seconds and self.epoch == 1:
+                self.is_ending_epoch = True
+                os.kill(os.getpid(), self.trainer_config.signal)
+                await asyncio.sleep(self.trainer_config.ending_seconds)
             self.directory.append_jsonl("training_metrics.jsonl", {"epoch": self.epoch})
             self.epoch += 1
 
@@ -178,6 +198,31 @@ def test_an_update_that_runs_is_finished_within_the_grace_time(run_file, capsys)
     shown = capsys.readouterr()
     assert "finishing the update, in at most 1 seconds" in shown.out and "saved as checkpoint 2" in shown.err
     assert epochs_logged() == [0, 1]
+
+
+def test_the_end_of_an_epoch_is_waited_for_as_an_update_is(run_file, capsys):
+    """Its functions may take long, and its update is in no checkpoint yet."""
+    command = run_file(checkpoints={"every": 10})
+    assert main([*command, "--set", "trainers.loop.ending_seconds=0.3"]) == 143
+    assert "saved as checkpoint 2" in capsys.readouterr().err
+    assert epochs_logged() == [0, 1]
+
+
+@pytest.mark.parametrize("every", [1, 10])
+def test_a_signal_in_a_validation_loses_no_epoch_and_no_score(run_file, capsys, every):
+    """Checkpoint 3, the best, is saved without its score, and again with it."""
+    scores = ["--set", "trainers.loop.scores=[0.1, 0.1, 0.1, 0.9, 0.2, 0.2, 0.2]"]
+    command = [*run_file(checkpoints={"every": every}, num_epochs=6), *scores]
+    assert main([*command, "--set", "trainers.loop.stop_in_validation=3"]) == 143
+    assert "saved as checkpoint 3\n" in capsys.readouterr().err
+    assert read_manifest(Path("run/checkpoints/3"))["score"] is None
+    options = [] if every == 1 else ["--set", "trainers.loop.stop_in=3"]
+    resume = ["resume", "run", "--set", "trainers.loop.stop_in_validation=null"]
+    assert main([*resume, *options]) == (143 if options else 0)
+    assert read_manifest(Path("run/checkpoints/3"))["score"] == 0.9
+    assert main([*resume, "--set", "trainers.loop.stop_in=null"]) == 0
+    kept = {step.name for step in Path("run/checkpoints").iterdir()}
+    assert kept == {"3", "6"} | ({"5"} if every == 1 else set()) and epochs_logged() == [0, 1, 2, 3, 4, 5]
 
 
 def test_one_that_takes_longer_is_given_up(run_file, capsys):

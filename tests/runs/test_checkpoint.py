@@ -115,6 +115,25 @@ def test_the_newest_and_the_best_are_kept(open_checkpoints):
     assert checkpoints.steps() == [4, 5]
 
 
+def test_a_step_that_is_saved_again_is_put_back_if_the_new_one_is_not_finished(open_checkpoints):
+    save(open_checkpoints(max_to_keep=1), 1, 2)
+    again = open_checkpoints(max_to_keep=1)
+    again.save(2, STATE | {"step": 2}, trees(5), score=0.9, is_again=True)
+    again.wait()
+    assert [entry.name for entry in again.folder.iterdir()] == ["2"]
+    assert read_manifest(again.folder / "2")["score"] == 0.9
+    same_bits(again.arrays(again.newest(print), zeros()), trees(5))
+
+    (again.folder / "2").rename(again.folder / "2.replaced")
+    (again.folder / "2").mkdir()  # where a kill left it
+    late, said = open_checkpoints(max_to_keep=1), []
+    found = late.newest(said.append)
+    assert (found.step, said, late.steps()) == (2, [], [2])
+    same_bits(late.arrays(found, zeros()), trees(5))
+    save(late, 3)
+    assert late.steps() == [2, 3]
+
+
 def test_the_old_one_goes_only_when_the_new_one_is_good(open_checkpoints, monkeypatch):
     checkpoints = open_checkpoints(max_to_keep=1)
     save(checkpoints, 0)
