@@ -67,7 +67,8 @@ class RolloutBuilder(TrajectoryBuilder):
         self.evaluation_runs: dict[str, list[asyncio.Task[EpisodeOutcome]]] = {}
         self.num_generations = num_generations
         self.failed_reward = failed_reward
-        self._started: dict[str, tuple[float, int, int]] = {}  # clock, and calls abandoned or outside of episodes
+        self._started: dict[str, float] = {}
+        self._counted = 0, 0  # calls abandoned and outside of episodes that collections have reported, or came before
         self.carry_over: tuple[int, int] | None = None
         self._carried: list[CarriedGroup] = []
 
@@ -92,8 +93,9 @@ class RolloutBuilder(TrajectoryBuilder):
         if unknown:
             raise ValueError(f"no examples have the ids {', '.join(unknown[:5])}; the dataset has {len(by_id)} others")
         examples = [by_id[example_id] for example_id in wanted]
-        counts = self.evaluation.num_abandoned, self.evaluation.num_outside_calls
-        self._started[run_id] = time.perf_counter(), *counts
+        if not self.evaluation_runs:
+            self._counted = self.evaluation.num_abandoned, self.evaluation.num_outside_calls
+        self._started[run_id] = time.perf_counter()
         start = partial(self.evaluation.start, stream=TRAINING, num_generations=self.num_generations)
         tasks = self.evaluation_runs[run_id] = []
         answer_tokens, most = self.carry_over or (None, 0)
@@ -124,8 +126,10 @@ class RolloutBuilder(TrajectoryBuilder):
         finally:
             for task in self.evaluation_runs.pop(run_id):
                 task.cancel()
-            started, abandoned, outside = self._started.pop(run_id)
+            started = self._started.pop(run_id)
         assert self.evaluation is not None
+        abandoned, outside = self._counted
+        self._counted = self.evaluation.num_abandoned, self.evaluation.num_outside_calls
         outcomes, carried = self._set_aside(outcomes)
         finished: list[EpisodeOutcome] = []
         unfinished: list[EpisodeOutcome] = []
@@ -146,14 +150,14 @@ class RolloutBuilder(TrajectoryBuilder):
                 "penalized_episodes": len(penalized),
                 "dropped_episodes": len(unfinished) - len(failed),
                 "truncated_prompts": sum(call.prompt.truncated_tokens > 0 for call in calls),
-                "abandoned_episodes": self.evaluation.num_abandoned - abandoned,
+                "abandoned_episodes": self._counted[0] - abandoned,
                 "calls": len(calls),
                 "tool_calls": sum(len(call.reply.tool_calls) for call in calls),
                 "malformed_tool_calls": sum(call.reply.has_malformed_tool_call for call in calls),
                 "retokenized_calls": sum(call.prompt.is_retokenized for call in calls),
                 "untargeted_calls": len(calls) - targeted,
                 "remote_calls": sum(len(outcome.episode.remote_calls) for outcome in finished),
-                "outside_calls": self.evaluation.num_outside_calls - outside,
+                "outside_calls": self._counted[1] - outside,
                 **carried,
             },
             "timings": {

@@ -128,6 +128,7 @@ class Evaluation:
         self.num_rollouts = 0
         self.num_validations = 0
         self.num_outside_calls = self.num_abandoned_elsewhere = 0
+        self._counted_calls = 0  # of `outside_calls`: each is counted once, beside however many runs
         self.supervisor = Supervisor(log)
         self.log = log
         self._num_shared = 0
@@ -267,13 +268,16 @@ class Evaluation:
 
     def _count_outside_calls(self, episodes: Sequence[asyncio.Task[Any]]) -> None:
         """Count the model calls outside of any episode until all episodes have ended; warn if there are any."""
-        before, running = outside_calls(), set(episodes)
+        running = set(episodes)
+        if self._episodes == running:
+            self._counted_calls = outside_calls()
 
         def leave(task: asyncio.Task[Any]) -> None:
             running.discard(task)
-            count = outside_calls() - before
+            count = outside_calls() - self._counted_calls
             if running or not count:
                 return
+            self._counted_calls += count
             self.num_outside_calls += count
             self.log(
                 f"{count} calls of language models were made outside of any episode while episodes ran, as by threads "

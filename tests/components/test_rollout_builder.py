@@ -8,11 +8,12 @@ import pytest
 
 from jaxft.components.configs import GRPOTrajectoryBuilderConfig
 from jaxft.components.grpo import GRPOTrajectoryBuilder
+from jaxft.components.schedule import GroupStream
 from jaxft.errors import ConfigError
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.evaluation import Evaluation
 from jaxft.rollout.client import ChatClient
-from jaxft.rollout.current import current_functions, episode, named_function
+from jaxft.rollout.current import current_functions, episode, named_function, note_outside_call
 
 
 @pytest.fixture
@@ -142,6 +143,41 @@ def test_one_misspelt_among_several_is_said_too(collect, plan_and_write):
         collect(plan_and_write, target_functions=["planner", "wirter"])
     assert trained(collect(plan_and_write, target_functions=["planner", "summary"])) == [[10, 11]]
     assert trained(collect(plan_and_write, target_functions=["planner", "planner_2"])) == [[10, 11]]
+
+
+def test_what_overlapping_collections_see_is_counted_once(make_items):
+    """One call outside of episodes and one that was abandoned, while eight groups were open."""
+    said = []
+
+    class NoWeights:
+        async def hold(self):
+            pass
+
+        release = hold
+
+    async def agent(row):
+        await asyncio.sleep(0.1)
+
+    async def main():
+        evaluation = Evaluation(agent, {"r": lambda item: 1.0}, "r", 64, 0, log=said.append)
+        builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=2))
+        await builder.bind_evaluation(evaluation, make_items("abcdefgh"))
+
+        async def collect(number):
+            await builder.start_run(str(number), {"example_ids": ["abcdefgh"[number]]})
+            return await builder.finalize(str(number))
+
+        stream = GroupStream(collect, NoWeights(), size=8, total=8, max_staleness=2)
+        note_outside_call()  # before the episodes
+        await stream.begin(0)
+        await asyncio.sleep(0.02)
+        note_outside_call()
+        evaluation.supervisor.num_abandoned += 1
+        return evaluation, (await stream.take(0, "epoch 0")).metrics
+
+    evaluation, metrics = asyncio.run(main())
+    assert [metrics[name] for name in ("episodes", "outside_calls", "abandoned_episodes")] == [16, 1, 1]
+    assert evaluation.num_outside_calls == len(said) == 1
 
 
 def test_workflows_without_calls_are_left_alone(collect):
