@@ -48,16 +48,18 @@ def export_episodes(run: Path, folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
     rows = [row for row in read_run(run).episodes() if "failure" not in row]
-    if not rows:
-        raise ConfigError([f"{run}: keeps no episodes that ended well, so there is nothing to write"])
-    if not all("role" in item for row in rows for item in row["episode"]):
+    talks = [row for row in rows if row["episode"]]
+    if not talks:
+        raise ConfigError([f"{run}: keeps no episodes that ended well and asked a model, so there is nothing to write"])
+    if not all("role" in item for row in talks for item in row["episode"]):
         raise ConfigError([f"{run}: its episodes are preference pairs, for which ATIF has no form"])
     folder.mkdir(parents=True, exist_ok=True)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(talks):
         (folder / f"{number:06d}.json").write_bytes(json_bytes(to_atif(row, run.resolve().name)))
-    without = sum(not row.get("sequences") for row in rows)
+    without = sum(not row.get("sequences") for row in talks)
     note = f"; {without} without token ids, as their texts hold a secret" if without else ""
-    print(f"{len(rows)} episodes written to {folder}{note}")
+    note += f"; {len(rows) - len(talks)} left out, as they asked no model" if len(rows) > len(talks) else ""
+    print(f"{len(talks)} episodes written to {folder}{note}")
 
 
 def to_atif(row: Mapping[str, Any], session: str) -> Json:

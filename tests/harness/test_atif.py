@@ -215,6 +215,19 @@ def test_what_may_be_null_or_missing_changes_nothing(tmp_path):
     assert row["token_sequences"][0]["tokens"] == [1, 2]
 
 
+def test_episodes_that_asked_no_model_are_left_out(make_call, tmp_path, capsys):
+    file = tmp_path / "run" / "trajectories" / "samples.jsonl"
+    file.parent.mkdir(parents=True)
+    (tmp_path / "run" / "config.yml").write_text("")
+    silent, spoken = saved_episode([], 0.0), saved_episode([make_call(0, [1], [2])], 1.0)
+    for rows, code, said in (([silent], 2, "asked a model"), ([silent, spoken], 0, "1 left out, as they asked no")):
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / "atif"), "--atif"]) == code
+        shown = capsys.readouterr()
+        assert said in shown.out + shown.err
+    assert [path.name for path in (tmp_path / "atif").iterdir()] == ["000000.json"]
+
+
 def test_options_for_weights_do_not_fit_episodes(tmp_path, capsys):
     for option in (["--merge"], ["--dtype", "float32"]):
         assert main(["export", str(tmp_path), str(tmp_path / "out"), "--atif", *option]) == 2
