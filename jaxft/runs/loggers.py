@@ -180,8 +180,9 @@ class _LoggerThread:
         self._thread.start()
 
     def call(self, what: str, call: Callable[[RunLogger], None]) -> None:
-        """Queue a call."""
-        self._waiting.put((what, call))
+        """Queue a call, unless the thread has ended."""
+        if self._thread.is_alive():
+            self._waiting.put((what, call))
 
     def finish(self, seconds: float) -> None:
         """Wait for all calls, at most so many seconds, and end the thread."""
@@ -210,6 +211,7 @@ class _LoggerThread:
                         f"{self._running} failed: {failure.summary}; the run goes on, and its log has each failure"
                     )
                 if self._running == "begin":
+                    self._waiting = queue.SimpleQueue()  # what waits holds episodes
                     return
 
     def _say(self, text: str) -> None:

@@ -106,6 +106,7 @@ def test_a_logger_that_cannot_begin_gets_no_more_calls_and_the_others_go_on(erro
         loggers.metrics(epoch, {}, {})
     loggers.end("completed", {})
     assert [call[0] for call in bad.calls] == ["begin"] and len(good.calls) == 5
+    assert loggers._threads[0]._waiting.empty()  # which would hold all episodes of the run
     assert loggers.failures == 1
     lines = shown.getvalue().splitlines()
     assert len(lines) == 2 and type(error).__name__ in lines[0]
