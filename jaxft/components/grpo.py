@@ -14,7 +14,13 @@ from typing import Any
 from jaxft.components.configs import EarlyStopConfig, GRPOTrainerConfig, GRPOTrajectoryBuilderConfig
 from jaxft.components.example_order import ExampleOrder
 from jaxft.components.local_adapter import LocalTrainerAdapter
-from jaxft.components.rollout_builder import RolloutBuilder, reward_metrics, task_metrics, to_messages
+from jaxft.components.rollout_builder import (
+    RolloutBuilder,
+    named_reward_means,
+    reward_metrics,
+    task_metrics,
+    to_messages,
+)
 from jaxft.components.schedule import GroupStream, NextCollection, Schedule
 from jaxft.components.trainer import LoggedTrainer
 from jaxft.errors import ConfigError, NothingToTrain
@@ -60,11 +66,6 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
 
         trajectories = [trajectory for group in groups.values() for trajectory in group]
         lengths = [sum(sum(row.completion_mask) for row in trajectory.sequences or ()) for trajectory in trajectories]
-        named: dict[str, list[float]] = {}
-        for trajectory in trajectories:
-            for name, reward in (trajectory.named_rewards or {}).items():
-                if reward is not None:
-                    named.setdefault(name, []).append(reward)
         unscorable = sum(not trajectory.scorable for trajectory in trajectories)
         answers = [{str([row.tokens for row in each.sequences or ()]) for each in group} for group in groups.values()]
         metrics = {
@@ -72,7 +73,7 @@ class GRPOTrajectoryBuilder(RolloutBuilder):
             "unscorable_trajectories": unscorable,
             "completion_tokens_mean": sum(lengths) / len(lengths) if lengths else 0.0,
             "completion_tokens_max": max(lengths, default=0),
-            **{f"reward/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(named.items())},
+            **named_reward_means(trajectories),
             # The evaluator gave them no usable reward, but `compute_reward` did.
             "priced_trajectories": sum(each.reward is None and each.error is None for each in outcomes) - unscorable,
         }

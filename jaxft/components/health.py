@@ -260,16 +260,23 @@ class Health:
 def answer_tokens(metrics: Metrics) -> dict[str, float]:
     """Return the mean number of trained tokens per answer, by its name; empty if no answer can be trained.
 
-    Means over trajectories are of the episodes that ended, and of failed ones that have a reward.
-
     >>> answer_tokens({"completion_tokens_mean": 6.0, "episodes": 4, "failed_episodes": 1, "calls": 9})
     {'answer_tokens': 2.0}
     """
-    lost = metrics.get("failed_episodes", 0) - metrics.get("penalized_episodes", 0) + metrics.get("dropped_episodes", 0)
     calls = metrics.get("calls", 0) - metrics.get("untargeted_calls", 0)
     if not calls or "completion_tokens_mean" not in metrics:
         return {}
-    return {ANSWER_TOKENS: metrics["completion_tokens_mean"] * (metrics.get("episodes", 0) - lost) / calls}
+    return {ANSWER_TOKENS: metrics["completion_tokens_mean"] * num_trajectories(metrics) / calls}
+
+
+def num_trajectories(metrics: Metrics) -> float:
+    """Return the number of episodes with a trajectory: those that ended, and failed ones that have a reward.
+
+    >>> num_trajectories({"episodes": 8, "failed_episodes": 4, "penalized_episodes": 1, "dropped_episodes": 2})
+    3
+    """
+    lost = metrics.get("failed_episodes", 0) - metrics.get("penalized_episodes", 0) + metrics.get("dropped_episodes", 0)
+    return metrics.get("episodes", 1) - lost
 
 
 def metric_means(rows: list[dict[str, float]]) -> dict[str, float]:

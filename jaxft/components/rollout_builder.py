@@ -4,12 +4,13 @@ import asyncio
 import difflib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
+from jaxft.components.health import num_trajectories
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.harness.contracts import TrajectoryBuilder
 from jaxft.harness.data_models import EpisodeItem, EpisodeItemRole, FinetuneConfig, Trajectory
@@ -270,6 +271,21 @@ def reward_metrics(groups: Sequence[Sequence[float]]) -> dict[str, float]:
     }
 
 
+def named_reward_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """Return the mean of each named reward over the trajectories that it judges, by its metric.
+
+    >>> a, b = ({"kind": 1.0, "right": 0.5}, {"kind": None, "right": 1.0})
+    >>> named_reward_means(Trajectory(episode=[], reward=1.0, named_rewards=each) for each in (a, b))
+    {'reward/kind': 1.0, 'reward/right': 0.75}
+    """
+    named: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, reward in (trajectory.named_rewards or {}).items():
+            if reward is not None:
+                named.setdefault(name, []).append(reward)
+    return {f"reward/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(named.items())}
+
+
 def task_metrics(groups: Sequence[Sequence[Trajectory]], pass_threshold: float) -> dict[str, float]:
     """Return counts and means of the groups of one task; means of nothing are left out.
 
@@ -299,21 +315,26 @@ def task_metrics(groups: Sequence[Sequence[Trajectory]], pass_threshold: float) 
 def join_metrics(collections: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of several collections into those of one.
 
-    Means and quartiles, and those of named rewards, are averaged, weighted by the successful episodes; counts are
-    summed, and minima and maxima are taken over all collections.
+    Means and quartiles, and those of named rewards, are averaged, weighted by the episodes with a trajectory (use
+    `named_reward_means` where these are known); counts are summed; minima and maxima are taken over all collections.
 
     >>> join_metrics([{"episodes": 1, "reward_mean": 0.0, "reward_max": 0.0}, {"episodes": 3, "reward_mean": 1.0}])
     {'episodes': 4, 'reward_mean': 0.75, 'reward_max': 0.0}
+    >>> failed = {"episodes": 8, "failed_episodes": 8}
+    >>> of_penalized = failed | {"penalized_episodes": 8, "completion_tokens_mean": 100.0}
+    >>> of_none, of_all = failed | {"completion_tokens_mean": 0.0}, {"episodes": 8, "completion_tokens_mean": 10.0}
+    >>> [join_metrics([each, of_all])["completion_tokens_mean"] for each in (of_penalized, of_none)]
+    [55.0, 10.0]
     """
     joined: dict[str, float] = {}
     for name in {name: None for metrics in collections for name in metrics}:
         having = [metrics for metrics in collections if name in metrics]
         values = [metrics[name] for metrics in having]
         if name.endswith(("_mean", "_q25", "_q75")) or name.startswith("reward/"):
-            unfinished = [metrics.get("failed_episodes", 0) + metrics.get("dropped_episodes", 0) for metrics in having]
-            finished = [max(1, m.get("episodes", 1) - lost) for m, lost in zip(having, unfinished, strict=True)]
+            finished = [num_trajectories(metrics) for metrics in having]
+            whole = max(1, sum(finished))
             # Divided first: a single collection has the weight 1, which changes no bit of its mean.
-            joined[name] = sum(value * (count / sum(finished)) for value, count in zip(values, finished, strict=True))
+            joined[name] = sum(value * (count / whole) for value, count in zip(values, finished, strict=True))
         elif name.endswith("_min"):
             joined[name] = min(values)
         else:

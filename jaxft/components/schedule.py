@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
-from jaxft.components.rollout_builder import join_metrics
+from jaxft.components.rollout_builder import join_metrics, named_reward_means
 from jaxft.harness.data_models import TrajectoryCollection
 
 Collect = Callable[[int], Awaitable[TrajectoryCollection]]
@@ -232,19 +232,15 @@ def _join_collections(collections: list[TrajectoryCollection], run_id: str, seco
     """Return one collection of all groups, which took so many seconds since the last one."""
     timings = join_metrics([dict(collection.timings) for collection in collections])
     timings |= {"seconds_rollout": seconds}
-    tokens = sum(
-        sum(row.completion_mask)
-        for collection in collections
-        for group in collection.trajectories
-        for trajectory in group
-        for row in trajectory.sequences or ()
-    )
+    groups = [group for collection in collections for group in collection.trajectories]
+    trajectories = [trajectory for group in groups for trajectory in group]
+    tokens = sum(sum(row.completion_mask) for trajectory in trajectories for row in trajectory.sequences or ())
     if "tokens_per_second" in timings:
         timings["tokens_per_second"] = tokens / max(seconds, 1e-9)
     return TrajectoryCollection(
-        trajectories=[group for collection in collections for group in collection.trajectories],
+        trajectories=groups,
         run_id=run_id,
-        metrics=join_metrics([dict(collection.metrics) for collection in collections]),
+        metrics=join_metrics([dict(each.metrics) for each in collections]) | named_reward_means(trajectories),
         timings=timings,
         failures=[failure for collection in collections for failure in collection.failures],
     )

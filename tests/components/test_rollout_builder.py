@@ -145,7 +145,7 @@ def test_one_misspelt_among_several_is_said_too(collect, plan_and_write):
     assert trained(collect(plan_and_write, target_functions=["planner", "planner_2"])) == [[10, 11]]
 
 
-def test_what_overlapping_collections_see_is_counted_once(make_items):
+def test_overlapping_collections_are_joined_as_one(make_items):
     """One call outside of episodes and one that was abandoned, while eight groups were open."""
     said = []
 
@@ -157,9 +157,15 @@ def test_what_overlapping_collections_see_is_counted_once(make_items):
 
     async def agent(row):
         await asyncio.sleep(0.1)
+        return episode().generation
+
+    def reward(item):
+        """The name `right` judges one episode of `a`, both of `b`, and no others."""
+        is_judged = item.id == "b" or (item.id == "a" and item.output_obj == 0)
+        return {"other": 1.0, "right": float(item.id == "a") if is_judged else None}
 
     async def main():
-        evaluation = Evaluation(agent, {"r": lambda item: 1.0}, "r", 64, 0, log=said.append)
+        evaluation = Evaluation(agent, {"r": reward}, "r", 64, 0, log=said.append)
         builder = GRPOTrajectoryBuilder(GRPOTrajectoryBuilderConfig(num_generations=2))
         await builder.bind_evaluation(evaluation, make_items("abcdefgh"))
 
@@ -178,6 +184,7 @@ def test_what_overlapping_collections_see_is_counted_once(make_items):
     evaluation, metrics = asyncio.run(main())
     assert [metrics[name] for name in ("episodes", "outside_calls", "abandoned_episodes")] == [16, 1, 1]
     assert evaluation.num_outside_calls == len(said) == 1
+    assert metrics["reward/right"] == pytest.approx(1 / 3) and metrics["reward/other"] == 1.0
 
 
 def test_workflows_without_calls_are_left_alone(collect):
