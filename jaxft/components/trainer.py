@@ -55,6 +55,7 @@ class LoggedTrainer(Trainer):
         self.log = RunLog(directory, console)
         self.epoch = self.learned_epochs = 0
         self.statuses: list[TrainingJobStatus] = []
+        self._own: list[tuple[str, str, float]] = []  # numbers of the user's functions: place, name and value
         self._bad_updates = 0  # in a row, up to now
         self._validated_epoch: int | None = None
         self._seconds_checkpoint = 0.0
@@ -160,8 +161,10 @@ class LoggedTrainer(Trainer):
         spent = self.trainer_adapter.device_seconds()
         timings |= {f"seconds_device_{name}": spent[name] - device.get(name, 0.0) for name in spent}
         timings |= {"seconds_checkpoint": self._seconds_checkpoint, "seconds": time.perf_counter() - started}
+        self._add_own(run_id)
         seen = await self.get_metrics(run_id)
         await self.call_back(self.trainer_config.on_epoch_end, run_id, metrics=seen, epoch=self.epoch)
+        self._add_own(run_id)
         logged = await self.get_metrics(run_id)
         for line in self._health.lines({**metrics, **timings}):
             self.log.console.message(f"{run_id}: {line}")
@@ -169,7 +172,7 @@ class LoggedTrainer(Trainer):
         return logged if self._count_epoch(status, logged) else None
 
     async def call_back(self, function: Function | None, run_id: str, **given: Any) -> None:
-        """Call a function of the user's, and add the numbers that it returns to the metrics of an epoch.
+        """Call a function of the user's, and keep the numbers that it returns for the metrics of an epoch.
 
         Raises:
             UserCodeError: it raised.
@@ -182,12 +185,25 @@ class LoggedTrainer(Trainer):
             own = await returned if inspect.isawaitable(returned) else returned
         if own is None:
             return
-        metrics, known = self.log.metrics[run_id], await self.get_metrics(run_id)
+        known = await self.get_metrics(run_id)
         for name, value in own.items() if isinstance(own, Mapping) else [("", own)]:
             if name in known or not (isinstance(name, str) and name and is_number(value)):
                 why = "which the epoch has already" if name in known else "wanted are numbers by name, or None"
                 raise ComponentError(f"{function.place} returned {name!r}: {value!r:.50}, {why}")
-            metrics[name] = float(value)
+            self._own.append((function.place, name, float(value)))
+
+    def _add_own(self, run_id: str) -> None:
+        """Add the numbers of the user's functions to an epoch, which has all its other metrics and timings.
+
+        Raises:
+            ComponentError: it has another value of such a name.
+        """
+        metrics, timings = self.log.metrics[run_id], self.log.timings[run_id]
+        for place, name, value in self._own:
+            if name in {*metrics, *timings, "epoch", "logger_failures"}:
+                raise ComponentError(f"{place} returned {name!r}: {value!r:.50}, which the epoch has already")
+            metrics[name] = value
+        self._own.clear()
 
     async def collect(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         """Return one collection of the builder; give it to `check_collection` before it is used."""

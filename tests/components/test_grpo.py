@@ -9,7 +9,15 @@ import pytest
 from jaxft.components.configs import GRPOTrainerConfig, GRPOTrajectoryBuilderConfig, LocalTrainerAdapterConfig
 from jaxft.components.grpo import GRPOTrainer, GRPOTrajectoryBuilder
 from jaxft.components.local_adapter import LocalTrainerAdapter
-from jaxft.errors import JobFailed, NoLearningSignal, NothingToTrain, RequestError, TooManyFailures, TrajectoryError
+from jaxft.errors import (
+    ComponentError,
+    JobFailed,
+    NoLearningSignal,
+    NothingToTrain,
+    RequestError,
+    TooManyFailures,
+    TrajectoryError,
+)
 from jaxft.harness.contracts import TrainerAdapter
 from jaxft.harness.data_models import (
     EpisodeItemRole,
@@ -21,6 +29,7 @@ from jaxft.harness.data_models import (
     TrajectoryCollection,
 )
 from jaxft.harness.evaluation import Evaluation, Validation
+from jaxft.harness.functions import Function
 from jaxft.harness.registry import TrainerAdapterConfig
 from jaxft.redaction import hiding
 from jaxft.rollout.calls import RemoteCall
@@ -382,6 +391,23 @@ def test_all_episodes_are_kept_on_request(train, tmp_path):
 async def generation(example):
     """Rewards that differ within every group."""
     return float(episode().generation)
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("on_trajectories", "loss"),
+        ("on_trajectories", "seconds_checkpoint"),
+        ("on_epoch_end", "logger_failures"),
+        ("on_epoch_end", "epoch"),
+    ],
+)
+def test_a_function_may_not_return_what_the_epoch_has(train, tmp_path, field, name):
+    """Also what its job, or the log, gives it later."""
+    function = Function(lambda epoch: {"own": 1.0, name: 5.0}, "count", "in-memory")
+    with pytest.raises(ComponentError, match=f"returned '{name}': 5.0, which the epoch has already$"):
+        train(generation, NotingAdapter(applied_updates=1.0, loss=0.1), **{field: function})
+    assert not (tmp_path / "run" / "training_metrics.jsonl").exists()
 
 
 def test_an_epoch_is_collected_trained_and_logged(train, tmp_path):
