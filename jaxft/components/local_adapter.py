@@ -364,7 +364,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         """Return the status of a job, also after it has ended.
 
         Its `metadata` holds the `metrics` and `timings` of a job that completed, with the `token_scores` of
-        `kept_episodes`, and the `traceback` of one that failed.
+        `kept_episodes`, which a trainer that has written them takes out, and the `traceback` of one that failed.
         """
         return self._job(ref).status
 

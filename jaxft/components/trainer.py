@@ -149,7 +149,7 @@ class LoggedTrainer(Trainer):
             metadata = status.metadata or {}
             metrics |= metadata.get("metrics", {})
             timings |= metadata.get("timings", {})
-            self.log.token_scores(self.epoch, metadata.get("token_scores", []))
+            self.log.token_scores(self.epoch, metadata.pop("token_scores", []))
             if metrics.get("applied_updates", 1) == 0:
                 self.nothing_was_learned(
                     run_id, str(status.message), lacks_signal=metrics.get("nothing_to_learn", 0) > 0

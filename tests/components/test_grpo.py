@@ -313,7 +313,7 @@ class NotingAdapter(TrainerAdapter):
             backend="noting",
             status=self.answer,
             message="so it went",
-            metadata={"metrics": self.metrics, "timings": {"seconds_update": 0.1}},
+            metadata={"metrics": self.metrics, "timings": {"seconds_update": 0.1}, "token_scores": [{"entropies": []}]},
         )
 
     async def wait_until_complete(self, ref: TrainingJobRef, poll_interval: float = 10.0) -> TrainingJobStatus:
@@ -414,6 +414,8 @@ def test_an_epoch_is_collected_trained_and_logged(train, tmp_path):
     adapter = NotingAdapter(applied_updates=1.0, nonfinite_updates=0.0, entropy=2.0)
     statuses, rows, shown, trainer = train(generation, adapter, show_episodes_every=2)
     assert [status.run_id for status in statuses] == ["epoch_00000", "epoch_00001"]
+    scores = (tmp_path / "run" / "trajectories" / "token_scores.jsonl").read_text().splitlines()
+    assert len(scores) == 2 and all("token_scores" not in status.metadata for status in statuses)  # it would add up
     assert [[len(group) for group in collection.trajectories] for collection in adapter.submitted] == [[2, 2]] * 2
     expected = {"reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0, "episodes": 4, "failed_episodes": 0}
     assert [row["epoch"] for row in rows] == [0, 1] and rows[0].items() >= expected.items()
