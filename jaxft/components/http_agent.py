@@ -59,7 +59,7 @@ async def http_agent(
     # Each episode has a connection of its own: servers close one after an error, or when it was idle, without a word.
     limits = http.Limits(max_connections=None, max_keepalive_connections=0)
     async with http.AsyncClient(
-        headers={} if key is None else {"Authorization": f"Bearer {key}"},
+        headers={"Accept-Encoding": "identity"} | ({} if key is None else {"Authorization": f"Bearer {key}"}),
         timeout=http.Timeout(None, connect=CONNECT_SECONDS),
         limits=limits,
         trust_env=False,  # a proxy would be asked for addresses of this machine
@@ -90,10 +90,13 @@ async def _read(response: Any) -> bytes:
     """Return the body of a response.
 
     Raises:
-        ValueError: it is too large.
+        ValueError: it is too large, or compressed: a few kilobytes may hold more than memory, and minutes of decoding.
     """
+    encoding = response.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        raise ValueError(f"the response of the agent has the Content-Encoding {encoding[:100]!r}: send it as it is")
     body = bytearray()
-    async for part in response.aiter_bytes():
+    async for part in response.aiter_raw():
         body += part
         if len(body) > MAX_RESPONSE_BYTES:
             raise ValueError(f"the response of the agent is larger than {MAX_RESPONSE_BYTES} bytes")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import gzip
 import io
 import os
 import threading
@@ -89,7 +90,8 @@ class Agent:
 
     async def _episode(self, request):
         body = await request.json()
-        self.asked.append({**body, "authorization": request.headers.get("authorization")})
+        headers = {name: request.headers.get(name) for name in ("authorization", "accept-encoding")}
+        self.asked.append(body | headers)
         self.ports.append(request.client.port)
         self.num_open += 1
         try:
@@ -187,6 +189,12 @@ async def _too_much(body):
     return PlainTextResponse("x" * (2**24 + 1))
 
 
+async def _compressed(body):
+    return Response(
+        gzip.compress(b'{"answer": "a"}'), media_type="application/json", headers={"Content-Encoding": "gzip"}
+    )
+
+
 async def _teapot(body):
     return PlainTextResponse("short and stout", status_code=418)
 
@@ -196,6 +204,7 @@ FAULTS = {
     "teapot": (_teapot, "the agent answered with the status 418: short and stout"),
     "no json": (_no_json, "the agent answered '{', which is no JSON"),
     "too much": (_too_much, "the response of the agent is larger than 16777216 bytes"),
+    "compressed": (_compressed, "the response of the agent has the Content-Encoding 'gzip'"),
 }
 GOOD = ("a?", "bb?")
 
@@ -240,10 +249,10 @@ def test_a_fault_of_the_agent_costs_its_episode(far, question):
 def test_each_episode_has_a_key_of_its_own_that_is_written_nowhere(far):
     agent, outcomes, folder = far
     first = agent.asked[0]
-    assert len(agent.asked) == len(outcomes) == 6 and first["model"] == "policy"
-    assert first["authorization"] == "Bearer the-key-of-the-agent"
+    assert len(agent.asked) == len(outcomes) == 7 and first["model"] == "policy"
+    assert first["authorization"] == "Bearer the-key-of-the-agent" and first["accept-encoding"] == "identity"
     assert first["base_url"].endswith(f"/e/{first['api_key']}/v1")
-    assert len({body["api_key"] for body in agent.asked}) == len({body["seed"] for body in agent.asked}) == 6
+    assert len({body["api_key"] for body in agent.asked}) == len({body["seed"] for body in agent.asked}) == 7
     written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
     assert b"http_agent" in written
     assert not any(key.encode() in written for key in ("the-key-of-the-agent", *(b["api_key"] for b in agent.asked)))
