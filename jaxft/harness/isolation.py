@@ -5,7 +5,6 @@ run answers what a worker asks and records the calls, and their random numbers d
 """
 
 import asyncio
-import contextlib
 import logging
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -193,10 +192,15 @@ class Worker:
 
     async def _live(self, reader: asyncio.StreamReader) -> str:
         """Take the worker's messages until its process ends; return why it did."""
-        printing = asyncio.create_task(self._show_output())
-        with contextlib.suppress(ConnectionError):
+        printing, is_garbled = asyncio.create_task(self._show_output()), False
+        try:
             async for line in reader:
                 self._peer.take(line)
+        except ConnectionError:
+            pass
+        except Exception:  # whatever a line raises that is no message, or has no end
+            is_garbled = True
+            self._process.kill()
         code = await asyncio.to_thread(self._process.exit_code, END_SECONDS)
         if code is None:
             self._process.kill()
@@ -208,6 +212,8 @@ class Worker:
             each.close()
         if self._output_bytes > MAX_OUTPUT_BYTES:
             return f"it wrote more than {MAX_OUTPUT_BYTES // 2**20} MiB to its standard output"
+        if is_garbled:
+            return "it sent what is no message of a worker"
         if code is None:
             return "it closed its connection to the run"
         limit = self._builder.config.eval.general.worker_memory_mb

@@ -24,9 +24,6 @@ Message = dict[str, Any]
 LINE_BYTES = 2**30
 """Largest size of a message."""
 
-PLAIN = str | int | float | None
-"""Values that JSON holds and that hold no others."""
-
 SHARED_ERRORS = {
     kind.__name__: kind
     for module in (builtins, errors, asyncio.exceptions)
@@ -145,10 +142,15 @@ def describe_error(error: BaseException) -> Message:
     error = failure.error
     return {
         "kind": next(each.__name__ for each in type(error).__mro__ if SHARED_ERRORS.get(each.__name__) is each),
-        "arguments": [value for value in error.args if isinstance(value, PLAIN)],
-        "attributes": {name: value for name, value in vars(error).items() if isinstance(value, PLAIN)},
+        "arguments": [value for value in error.args if _is_plain(value)],
+        "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
         "texts": [failure.summary, failure.traceback, failure.tail],
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Return True for a value that JSON holds and that holds no others; Python writes no number of 4,300 digits."""
+    return abs(value) < 2**63 if isinstance(value, int) else isinstance(value, str | float | None)
 
 
 def read_error(message: Message) -> UserCodeError:

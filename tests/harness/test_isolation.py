@@ -35,6 +35,8 @@ REASONS = {
     "children_left_behind": "WorkerError: it left 20 processes behind, the first of which is 'sleep'",
     "filled_output": "WorkerError: it wrote more than 1 MiB to its standard output",
     "closed_descriptors": "WorkerError: it ended its process, with exit code 1",
+    "garbled_line": "WorkerError: it sent what is no message of a worker",
+    "large_key": "KeyError: its text cannot be shown, as that raises ValueError",
     "never_answers": "TimeoutError: the workflow gave no output within 3 s",
     "killed": "WorkerError: its process was ended by SIGKILL",
     "system_exit": "SystemExit: 4",

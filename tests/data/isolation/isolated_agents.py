@@ -6,6 +6,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -135,6 +136,18 @@ async def closed_descriptors() -> None:
     os.closerange(3, 1000)
 
 
+async def garbled_line() -> None:
+    for number in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                os.write(number, b"no message\n")
+    await asyncio.Event().wait()
+
+
+async def large_key() -> None:
+    {}[2**20000]
+
+
 async def never_answers() -> None:
     await asyncio.Event().wait()
 
@@ -222,8 +235,8 @@ async def log() -> None:
 
 FAULTS = {each.__name__: each for each in (
     busy_loop, sleep_in_c, swallowed_cancellation, leak, segfault, exit_at_once, children_left_behind, filled_output,
-    closed_descriptors, never_answers, killed, system_exit, fork_asks, local_result, small_leak,
-    forkserver_child, daemon, unreadable_error, foreign_error, hangs_with_child,
+    closed_descriptors, garbled_line, large_key, never_answers, killed, system_exit, fork_asks, local_result,
+    small_leak, forkserver_child, daemon, unreadable_error, foreign_error, hangs_with_child,
     tells_secret, log,
 )}  # fmt: skip
 
