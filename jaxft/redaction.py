@@ -7,11 +7,14 @@ The secret texts are a context variable. A session sets them once, and all its o
 import bisect
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any
 
 MASK = "***"
+EPISODE_KEY = re.compile(r"jaxft-episode-[\w-]+")
+"""Keys of episodes, which their base URLs hold; `jaxft.rollout.recorder` makes them."""
 SHORTEST = 8
 """Minimum number of characters of a text that is masked; shorter ones ("none", "dummy") occur by chance."""
 

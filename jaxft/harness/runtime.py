@@ -152,7 +152,7 @@ def _logging_to(console: Console, level: str) -> Iterator[None]:
     """
     root, handler = logging.getLogger(), LogHandler(console)
     handler.setLevel(level.upper())
-    handler.addFilter(_is_shown)
+    handler.addFilter(is_shown)
     before, earlier = root.level, list(root.handlers)
 
     def was_taken(record: logging.LogRecord) -> bool:
@@ -177,7 +177,8 @@ def _logging_to(console: Console, level: str) -> Iterator[None]:
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
-def _is_shown(record: logging.LogRecord) -> bool:
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return True for a warning, and for a record of a user's module or jaxft."""
     if record.levelno >= logging.WARNING or record.name.partition(".")[0] in {"jaxft", *REGISTRY.packages()}:
         return True
     folders = Path(record.pathname).parts

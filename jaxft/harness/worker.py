@@ -29,6 +29,7 @@ from jaxft.harness.config import Config
 from jaxft.harness.data_models import EvalInputItem
 from jaxft.harness.evaluators import WeightedSumConfig, scored_values
 from jaxft.harness.registry import GroupEvaluatorConfig, import_installed, import_module
+from jaxft.harness.runtime import is_shown
 from jaxft.harness.supervision import Supervisor, is_async
 from jaxft.harness.tasks import workflow_of
 from jaxft.harness.worker_processes import OUT_OF_MEMORY, descendants, limit_memory
@@ -60,7 +61,9 @@ def work(connection: socket.socket, imports: Sequence[str], config: Config, log_
     faulthandler.register(signal.SIGUSR1, chain=True)  # shows where a worker is that is killed
     # Or the last lines before a crash would be lost, as standard output is a pipe.
     cast(io.TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)
-    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s", force=True)
+    handler = logging.StreamHandler()
+    handler.addFilter(is_shown)
+    logging.basicConfig(level=log_level, format="%(levelname)s %(name)s: %(message)s", handlers=[handler], force=True)
     asyncio.run(_serve(connection, imports, config))
     sys.stdout.flush()
 

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-from jaxft.redaction import redacted
+from jaxft.redaction import EPISODE_KEY, MASK, redacted
 from jaxft.runs.files import LOG_FILE
 
 # Characters that reorder or break the text around them, so that it can look like another text.
@@ -230,8 +230,8 @@ class Console:
             self._file.write(dated)
 
     def _safe(self, text: str) -> str:
-        """Mask secrets in a text, and escape characters that the terminal cannot show."""
-        text = self.mask(redacted(text))
+        """Mask secrets and the keys of episodes in a text, and escape characters that the terminal cannot show."""
+        text = EPISODE_KEY.sub(MASK, self.mask(redacted(text)))
         # Characters of a reply that the terminal's encoding lacks must not end the run.
         return text.encode(self._rich.encoding, "backslashreplace").decode(self._rich.encoding)
 

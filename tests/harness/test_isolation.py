@@ -336,6 +336,8 @@ def test_what_an_agent_prints_and_logs_is_shown(workers):
     assert "the last words before a crash\n" in workers.written
     assert "WARNING isolated_agents: a warning of the agent\n" in workers.written
     assert "WARNING isolated_agents: a warning of a child\n" in workers.written
+    assert "INFO isolated_agents: asks http" in workers.written and "/e/***/v1\n" in workers.written
+    assert "INFO httpx2" not in workers.written and "jaxft-episode-" not in workers.written
 
 
 def test_workers_are_replaced_after_their_episodes(workers):

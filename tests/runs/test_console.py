@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxft.redaction import hiding, redactor
+from jaxft.rollout.recorder import Episode
 from jaxft.runs.console import Console, printable
 
 FIGURES = {"reward": 0.81, "kl": 0.00123456, "tok/s": 5321.4, "seconds": 3.14}
@@ -114,6 +115,7 @@ def test_all_that_is_shown_is_kept_with_its_time(tmp_path):
     with hiding(["sk-3141592653"]):
         console.mask = redactor()
     console.keep(file)
+    console.message(f"{Episode(0, 0, 0, 'a', 0).base_url}/chat")
     console.episode("game", EPISODE)
     console.log(logging.LogRecord("agent", logging.INFO, "agent.py", 1, "asked\x1b[2J %s", ("why",), None))
     console.close()
@@ -121,6 +123,7 @@ def test_all_that_is_shown_is_kept_with_its_time(tmp_path):
     lines = file.read_text().splitlines()
     shown = stream.getvalue().splitlines()
     assert lines.pop(0).endswith(" before the file: ***") and shown.pop(0) == "before the file: sk-3141592653"
+    assert shown[0].endswith("/e/***/v1/chat")
     assert lines[-1].endswith(" INFO agent: asked\\x1b[2J why")
     assert [line[len("2026-01-31 23:59:59 ") :] for line in lines] == shown[:-1]
 

@@ -226,6 +226,9 @@ async def log() -> None:
     logger = logging.getLogger("isolated_agents")
     logger.warning("a warning of %s", "the agent", extra={"function": lambda: None})
     print("printed by the agent, which was asked", jaxft.episode().input_obj)
+    for name, path in (("isolated_agents", __file__), ("httpx2", logging.__file__)):  # a library says its requests
+        record = logging.LogRecord(name, logging.INFO, path, 1, "asks %s", (jaxft.episode().base_url,), None)
+        logging.getLogger(name).handle(record)
     child = os.fork()
     if child == 0:
         logger.warning("a warning of a child")
