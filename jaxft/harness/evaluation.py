@@ -175,7 +175,8 @@ class Evaluation:
             group = GroupBarrier(num_generations, self._score_group) if self._applied(item, is_group=True) else None
             tasks = [
                 asyncio.create_task(
-                    self._run_episode(item, episode, group), name=f"episode {item.id}/{episode.generation}"
+                    self._run_episode(item, episode, group, partial(shared.encode, number)),
+                    name=f"episode {item.id}/{episode.generation}",
                 )
                 for episode in own
             ]
@@ -300,7 +301,11 @@ class Evaluation:
         return index
 
     async def _run_episode(
-        self, item: EvalInputItem, episode: Episode, group: GroupBarrier[EpisodeOutcome] | None
+        self,
+        item: EvalInputItem,
+        episode: Episode,
+        group: GroupBarrier[EpisodeOutcome] | None,
+        encode: Callable[[EpisodeOutcome], EpisodeOutcome],
     ) -> EpisodeOutcome:
         async with self._slots:
             outcome = await self._roll_out(item, episode)
@@ -309,7 +314,7 @@ class Evaluation:
         # The concurrency slot is free while the episode waits for its group, whose episodes may need it.
         if group is not None and outcome.error is None:
             outcome = await group.result(outcome.generation, outcome)
-        return outcome if outcome.error is not None else self._add_reward(outcome)
+        return encode(outcome if outcome.error is not None else self._add_reward(outcome))
 
     async def _roll_out(self, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
         started = time.perf_counter()

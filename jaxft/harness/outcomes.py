@@ -5,6 +5,7 @@ of an outcome, its example above all, every process has.
 """
 
 import asyncio
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from jaxft.errors import HostsError, PolicyError, one_line
+from jaxft.errors import HostsError, PolicyError, UserCodeError, user_code
 from jaxft.harness.data_models import EvalInputItem, EvalOutputItem
 from jaxft.harness.evaluators import Score, ScoresByEvaluator, to_scalar
 from jaxft.harness.steps import EpisodeSteps
@@ -106,7 +107,8 @@ class SharedOutcomes:
     def __init__(self, group: ProcessGroup | None = None) -> None:
         """Share with the processes of a group, by default the run's; each runs the episodes of every n-th example."""
         self._group = process_group() if group is None else group
-        self._given: asyncio.Future[dict[tuple[int, int], Any]] = asyncio.get_running_loop().create_future()
+        self._given: asyncio.Future[dict[tuple[int, int], str]] = asyncio.get_running_loop().create_future()
+        self._own: dict[tuple[int, int], str] = {}
 
     @property
     def is_needed(self) -> bool:
@@ -117,6 +119,17 @@ class SharedOutcomes:
         """Return True if this process runs the episodes of an example."""
         return number % self._group.num_processes == self._group.process_id
 
+    def encode(self, number: int, outcome: EpisodeOutcome) -> EpisodeOutcome:
+        """Return the outcome of an episode here as all processes get it: as failed if JSON does not have its values."""
+        if self.is_needed:
+            try:
+                with user_code():  # an output's own methods
+                    self._own[number, outcome.generation] = _to_json(outcome)
+            except UserCodeError as failure:
+                outcome = _without_values(outcome, failure)
+                self._own[number, outcome.generation] = _to_json(outcome)
+        return outcome
+
     async def share(
         self, name: str, ended: Mapping[tuple[int, int], EpisodeOutcome | BaseException], counts: list[int]
     ) -> list[list[int]]:
@@ -124,18 +137,16 @@ class SharedOutcomes:
 
         Args:
             name: name of the collection, the same in all processes.
-            ended: outcomes, or the errors in their place, by number of the example and generation.
+            ended: encoded outcomes, or the errors in their place, by number of the example and generation.
             counts: numbers for the others.
         """
         if any(isinstance(outcome, asyncio.CancelledError) for outcome in ended.values()):
             self._given.cancel()
             return []
-        try:
-            own = [[*place, _as_json(outcome)] for place, outcome in ended.items()]
-        except Exception as error:  # whatever an output's own methods raise
-            fault = f"the outcome of an episode cannot be sent to the other processes: {one_line(error)}"
-            self._given.set_exception(HostsError(fault))
-            return []
+        for place, outcome in ended.items():
+            if isinstance(outcome, BaseException):
+                self._own[place] = json.dumps({"policy_error": str(outcome)})
+        own = [[*place, text] for place, text in self._own.items()]
         sharing = asyncio.create_task(self._group.gather(name, [own, counts]))
         self._given.add_done_callback(lambda _: sharing.cancel())  # does nothing unless the episodes are cancelled
         try:
@@ -143,7 +154,7 @@ class SharedOutcomes:
         except HostsError as error:
             self._given.set_exception(error)
             return []
-        self._given.set_result({(number, place): outcome for given, _ in parts for number, place, outcome in given})
+        self._given.set_result({(number, place): text for given, _ in parts for number, place, text in given})
         return [theirs for index, (_, theirs) in enumerate(parts) if index != self._group.process_id]
 
     async def outcome(self, number: int, item: EvalInputItem, episode: Episode) -> EpisodeOutcome:
@@ -154,7 +165,7 @@ class SharedOutcomes:
             item: the example.
             episode: a record of that episode without calls, which this completes.
         """
-        given = (await self._given)[number, episode.generation]
+        given = json.loads((await self._given)[number, episode.generation])
         if "policy_error" in given:
             raise PolicyError(given["policy_error"])
         episode.end()
@@ -182,14 +193,26 @@ def part_of_process(number: int) -> int:
     return -(-number // process_group().num_processes)
 
 
-def _as_json(outcome: EpisodeOutcome | BaseException) -> Any:
-    """Return an outcome, or the error of a policy in its place, as values that JSON has.
+def _without_values(outcome: EpisodeOutcome, failure: UserCodeError) -> EpisodeOutcome:
+    """Return an outcome that cannot be sent as a failed one, without what user code gave it, and empty its record."""
+    episode = outcome.episode
+    for record in (episode.calls, episode.remote_calls, episode.candidates, episode.step_rewards):
+        record.clear()
+    return EpisodeOutcome(
+        outcome.item.model_copy(update={"output_obj": None, "trajectory": EpisodeSteps(episode, None)}),
+        episode,
+        error=outcome.error or f"the outcome cannot be sent to the other processes: {failure.summary}",
+        traceback=outcome.traceback or failure.traceback,
+        seconds=outcome.seconds,
+    )
+
+
+def _to_json(outcome: EpisodeOutcome) -> str:
+    """Return an outcome as JSON.
 
     Raises:
-        Exception: the output, or what an evaluator said, has no such form.
+        Exception: the output, a conversation, or what an evaluator said, has no such form.
     """
-    if isinstance(outcome, BaseException):
-        return {"policy_error": str(outcome)}
     episode = outcome.episode
     given = {name: vars(outcome)[name] for name in RESULTS} | {
         "output": outcome.item.output_obj,
@@ -203,4 +226,5 @@ def _as_json(outcome: EpisodeOutcome | BaseException) -> Any:
             for llm, decoded_text in episode.texts_of_tokens.items()
         },
     }
-    return to_jsonable_python(given, inf_nan_mode="constants", fallback=lambda value: value.tolist())  # of numpy
+    values = to_jsonable_python(given, inf_nan_mode="constants", fallback=lambda value: value.tolist())  # of numpy
+    return json.dumps(values)  # which refuses integers of thousands of digits

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from jaxft.errors import HostsError, PolicyError
+from jaxft.errors import PolicyError
 from jaxft.harness.data_models import EvalInputItem
+from jaxft.harness.evaluation import Evaluation
 from jaxft.harness.outcomes import EpisodeOutcome, SharedOutcomes
 from jaxft.harness.steps import EpisodeSteps
 from jaxft.hosts.group import ProcessGroup
@@ -19,7 +21,7 @@ ITEM = EvalInputItem(id="a", input_obj={"question": "1+1"}, full_dataset_entry={
 
 
 def received(ended):
-    """What process 1 makes of an outcome, or of an error in its place, of process 0; the counts that it gets."""
+    """An outcome, or an error in its place, in process 0; what process 1 makes of it; the counts that it gets."""
     given, meeting = {}, threading.Barrier(2)
 
     def share_of(process_id):
@@ -33,10 +35,11 @@ def received(ended):
     async def both():
         first, second = (SharedOutcomes(ProcessGroup(index, 2, share_of(index))) for index in range(2))
         assert [first.is_own(number) for number in range(3)] == [True, False, True]
+        mine = first.encode(0, ended) if isinstance(ended, EpisodeOutcome) else ended
         _, counts = await asyncio.gather(
-            first.share("episodes 0", {(0, 3): ended}, [4, 2]), second.share("episodes 0", {}, [0, 0])
+            first.share("episodes 0", {(0, 3): mine}, [4, 2]), second.share("episodes 0", {}, [0, 0])
         )
-        return await second.outcome(0, ITEM, Episode(0, 0, 0, "a", 3)), counts
+        return mine, await second.outcome(0, ITEM, Episode(0, 0, 0, "a", 3)), counts
 
     return asyncio.run(both())
 
@@ -57,8 +60,8 @@ def test_an_outcome_is_the_same_in_another_process(make_call):
     seconds, scores = {"rollout": 1.5, "reward": 0.25}, {"points": {"a": 1.0, "b": None}, "judge": 0.1}
     mine = EpisodeOutcome(item, episode, scores, {"points": "\ud800"}, 1.1, {"a": 1.0, "b": None}, seconds=seconds)
 
-    theirs, counts = received(mine)
-    assert theirs == mine and counts == [[4, 2]]
+    same, theirs, counts = received(mine)
+    assert theirs == mine and same is mine and counts == [[4, 2]]
     assert theirs.episode.candidates[0].calls[0] is theirs.episode.calls[0]
     assert list(theirs.item.trajectory) == list(mine.item.trajectory)  # with the texts of tokens
     assert theirs.episode.is_over
@@ -67,7 +70,7 @@ def test_an_outcome_is_the_same_in_another_process(make_call):
 @pytest.mark.parametrize("output", [np.float32(0.5), np.arange(2.0)])
 def test_values_of_numpy_are_sent_as_plain_ones(output):
     episode = Episode(0, 0, 0, "a", 3)
-    theirs, _ = received(EpisodeOutcome(ITEM.model_copy(update={"output_obj": output}), episode))
+    _, theirs, _ = received(EpisodeOutcome(ITEM.model_copy(update={"output_obj": output}), episode))
     assert theirs.item.output_obj == output.tolist()
 
 
@@ -76,12 +79,31 @@ def test_the_error_of_a_policy_ends_the_episode_everywhere():
         received(PolicyError("it is lost"))
 
 
-def test_an_output_that_json_does_not_have_is_named():
-    async def share():
-        shared = SharedOutcomes(ProcessGroup(0, 2))
-        outcome = EpisodeOutcome(ITEM.model_copy(update={"output_obj": object()}), Episode(0, 0, 0, "a", 3))
-        assert await shared.share("episodes 0", {(0, 3): outcome}, [0, 0]) == []
-        await shared.outcome(1, ITEM, Episode(0, 0, 0, "b", 0))
+@pytest.mark.parametrize(
+    ("output", "key"),
+    [(object(), ""), (json.loads("[" * 300 + "]" * 300), ""), ({"\ud83d": 1}, ""), (10**5000, ""), (None, "\ud83d")],
+    ids=["an object", "deep", "a key that is no Unicode", "a large integer", "a message with such a key"],
+)
+def test_an_outcome_that_json_does_not_have_fails_its_episode_in_all_processes(make_call, output, key):
+    episode = Episode(0, 0, 0, "a", 3, input_obj=ITEM.input_obj)
+    call = make_call(0, (1,), (5,))
+    episode.record(replace(call, messages=({"role": "user", "content": "1+1", key: ""},)))
+    episode.end()
+    given = EpisodeOutcome(ITEM.model_copy(update={"output_obj": output}), episode, {"judge": 1.0}, reward=1.0)
+    mine, theirs, _ = received(given)
+    assert theirs == mine and mine.reward is mine.item.output_obj is None and not mine.has_agent_failed
+    assert "the outcome cannot be sent to the other processes: " in mine.error and "Error" in mine.traceback
 
-    with pytest.raises(HostsError, match="the outcome of an episode cannot be sent to the other processes"):
-        asyncio.run(share())
+
+def test_a_process_that_waits_for_no_other_fails_an_outcome_that_cannot_be_sent(monkeypatch):
+    """Validation of fewer examples than processes."""
+
+    async def workflow(row):
+        return object()
+
+    async def validate():
+        return await Evaluation(workflow, {}, None, 1, 0).validate([ITEM])
+
+    monkeypatch.setattr("jaxft.hosts.group._current", ProcessGroup(0, 2, lambda name, value: [value, [[], [0, 0]]]))
+    (outcome,) = asyncio.run(validate())
+    assert "the outcome cannot be sent to the other processes: " in outcome.error
