@@ -358,7 +358,7 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         return self.model_copy(update=own | ({} if rate is None else {"optimizer": given.with_rate(rate)}))
 
     def faults(self, name: str, config: Any) -> list[tuple[str, str]]:
-        """Return the faults of functions of one's own, as far as their parameters and shapes tell, and of tasks."""
+        """Return the faults of own functions, as far as parameters and shapes tell, of tasks and of the builder."""
         tasks, faults = config.finetuning.per_task, list[tuple[str, str]]()
         for task in self.loss.per_task or ():
             if task not in tasks:
@@ -366,7 +366,42 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
                 faults.append((f"loss.per_task.{task}", f"is not in 'finetuning.per_task'{near}"))
         if self.loss.is_own or self.optimizer.is_own:
             faults += training.check_signatures(self.loss.for_context(1), self.optimizer)
-        return [(f"trainer_adapters.{name}.{field}", message) for field, message in faults]
+        found = [(f"trainer_adapters.{name}.{field}", message) for field, message in faults]
+        return found + (self._combination_faults(name, config) if name == config.finetuning.trainer_adapter else [])
+
+    def _combination_faults(self, name: str, config: Any) -> list[tuple[str, str]]:
+        """Return the faults of the run's builder and trainer in combination with this loss."""
+        run, loss = config.finetuning, self.loss
+        builder, trainer = config.trajectory_builders.get(run.trajectory_builder), config.trainers.get(run.trainer)
+        kinds = DPOTrajectoryBuilderConfig, GRPOTrajectoryBuilderConfig, LoggedTrajectoryBuilderConfig
+        is_dpo, is_grpo, is_logged = (isinstance(builder, kind) for kind in kinds)
+        has_rewards = config.eval.validation is not None and run.reward_function is not None
+        stops_early = isinstance(trainer, GRPOTrainerConfig) and trainer.early_stop != EarlyStopConfig()
+        is_apart = loss.multi_objective_aggregation == "normalize_then_sum"
+        from_episodes = {
+            "distillation": (loss.distillation and loss.distillation.templates, "texts for the teacher alone"),
+            "router_aux_loss_coef": (loss.router_aux_loss_coef, "recorded experts"),
+            "router_bias_update_rate": (loss.router_bias_update_rate, "recorded experts"),
+            "observation_coef": (loss.observation_coef, "marked results of tools"),
+        }
+        faults = [
+            (is_dpo and loss.name != "dpo", "name", f"is '{loss.name}', which learns from no pairs: set it to dpo"),
+            (is_grpo and loss.name == "dpo", "name", "is 'dpo', which needs pairs: take dpo_trajectory_builder"),
+            (
+                is_grpo and is_apart and builder.failed_reward is not None,
+                "multi_objective_aggregation",
+                "is normalize_then_sum, but failed_reward is a reward without a name: leave out one of the two",
+            ),
+        ]
+        faults += [
+            (is_logged and bool(value), field, f"logged rows have no {lack}, so it does nothing: leave it out")
+            for field, (value, lack) in from_episodes.items()
+        ]
+        found = [(f"trainer_adapters.{name}.loss.{field}", message) for is_found, field, message in faults if is_found]
+        if is_logged and stops_early and not has_rewards:
+            way_out = "leave it out, or set eval.validation and finetuning.reward_function"
+            found.append((f"trainers.{run.trainer}.early_stop", f"needs rewards of episodes: {way_out}"))
+        return found
 
     def for_context(self, max_context_tokens: int) -> "LocalTrainerAdapterConfig":
         """Return the settings for a policy with this context, which the loss may take for its token budget."""

@@ -276,6 +276,7 @@ IMMUTABLE = (
     "trajectory_builders.*._type",
     "trainer_adapters.*._type",
     "trainer_adapters.*.llm",
+    "trainer_adapters.*.loss.reference.path",
     "trainer_adapters.*.optimizer.name",
 )
 """Configuration paths that a resume must not change: another model, optimizer or seed makes another run."""

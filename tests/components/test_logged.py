@@ -164,3 +164,64 @@ def test_only_builders_of_episodes_need_a_reward(tmp_path, monkeypatch):
         load_config("from_logs/run.yml", rewarded := [("trajectory_builders.rows", "{_type: grpo_trajectory_builder}")])
     with pytest.raises(ConfigError, match=r"reward_function; .* per_task: name one"):
         load_config("from_logs/run.yml", [*rewarded, ("finetuning.per_task", "{a: {}}")])
+
+
+LOCAL = "trainer_adapters.local.loss"
+NORMALIZED = "{reward_weights: {a: 1, b: 1}, multi_objective_aggregation: normalize_then_sum}"
+GRPO, DPO, STOP = "{_type: grpo_trajectory_builder}", "{_type: dpo_trajectory_builder}", "trainers.loop.early_stop"
+
+
+@pytest.fixture
+def configure(tmp_path, monkeypatch):
+    """Return a function that reads the run of `jaxft init --from`, with a reward function, and overrides."""
+    monkeypatch.chdir(tmp_path)
+    Path("logs.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    assert main(["init", "--from", "logs.jsonl", "from_logs"]) == 0
+    judged = [
+        ("eval.evaluators", "{right: {_type: environment_reward}}"),
+        ("finetuning.reward_function", "{name: right}"),
+    ]
+    return lambda *overrides: load_config("from_logs/run.yml", [*judged, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("builder", "loss", "more", "place", "way_out"),
+    [
+        (DPO, "{}", (), f"{LOCAL}.name: is 'grpo'", "set it to dpo"),
+        (DPO, "{name: sft}", (), f"{LOCAL}.name: is 'sft'", "set it to dpo"),
+        (GRPO, "{name: dpo}", (), f"{LOCAL}.name: is 'dpo'", "take dpo_trajectory_builder"),
+        (
+            f"{GRPO[:-1]}, failed_reward: -1}}",
+            NORMALIZED,
+            (),
+            f"{LOCAL}.multi_objective_aggregation: ",
+            "leave out one",
+        ),
+        (None, "{name: sft}", [(STOP, "{patience: 3}")], f"{STOP}: ", "leave it out, or set eval.validation"),
+        (None, "{name: dpo}", [(STOP, "{patience: 3}")], f"{STOP}: ", "and finetuning.reward_function"),
+        (None, "{}", [(STOP, "{target_reward: 0.5}")], f"{STOP}: ", "leave it out"),
+        (None, "{distillation: {teacher: self}}", (), f"{LOCAL}.distillation: ", "leave it out"),
+        (None, "{router_aux_loss_coef: 0.1}", (), f"{LOCAL}.router_aux_loss_coef: ", "leave it out"),
+        (None, "{router_bias_update_rate: 0.1}", (), f"{LOCAL}.router_bias_update_rate: ", "leave it out"),
+        (None, "{observation_coef: 0.1}", (), f"{LOCAL}.observation_coef: ", "leave it out"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_builder_are_refused(builder, loss, more, place, way_out, configure):
+    with pytest.raises(ConfigError) as caught:
+        configure((LOCAL, loss), *([("trajectory_builders.rows", builder)] if builder else ()), *more)
+    (fault,) = caught.value.faults
+    assert fault.startswith(place) and way_out in fault
+
+
+def test_settings_that_go_with_the_builder_are_taken(configure):
+    configure((LOCAL, "{name: dpo}"), ("trajectory_builders.rows", DPO))
+    configure((LOCAL, NORMALIZED), ("trajectory_builders.rows", GRPO))
+    configure((LOCAL, "{name: grpo}"), ("trajectory_builders.rows", f"{GRPO[:-1]}, failed_reward: -1}}"))
+    dataset = ("eval.validation", "{dataset: {_type: jsonl, file_path: logs.jsonl}}")
+    configure((LOCAL, "{name: sft}"), dataset, (STOP, "{patience: 3}"))  # by the reward of episodes
+    # The adapter is not that of the run.
+    configure(
+        (LOCAL, "{observation_coef: 0.1}"),
+        ("trainer_adapters.other", "{_type: local_trainer_adapter, llm: policy}"),
+        ("finetuning.trainer_adapter", "other"),
+    )

@@ -305,13 +305,19 @@ def test_a_data_set_that_changed_is_refused(run_file, toy_run, toy_events, capsy
     assert epochs_logged() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("field", ["path", "preset", "tokenizer", "dtype"])
+@pytest.mark.parametrize(
+    "field",
+    [
+        *(f"llms.policy.{name}" for name in ("path", "preset", "tokenizer", "dtype")),
+        "trainer_adapters.local.loss.reference.path",
+    ],
+)
 def test_a_model_is_what_a_run_is(field):
     from fnmatch import fnmatchcase
 
     from jaxft.harness.checkpointing import IMMUTABLE
 
-    assert any(fnmatchcase(f"llms.policy.{field}", pattern) for pattern in IMMUTABLE)
+    assert any(fnmatchcase(field, pattern) for pattern in IMMUTABLE)
     assert not any(fnmatchcase("trainer_adapters.local.optimizer.learning_rate", pattern) for pattern in IMMUTABLE)
 
 
