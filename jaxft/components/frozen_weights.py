@@ -7,6 +7,7 @@ from jaxft.errors import ComponentError
 from jaxft.models.config import DecoderConfig
 from jaxft.models.hf_config import accepted_keys
 from jaxft.models.load import load_model
+from jaxft.models.quantized import is_quantized
 from jaxft.rollout.client import ChatClient
 from jaxft.rollout.policy import Policy
 from jaxft.rollout.weights import Weights
@@ -31,7 +32,11 @@ def load_reference(config: LocalTrainerAdapterConfig, policy: Policy) -> Weights
     if not isinstance(own, DecoderConfig):
         raise ComponentError(f"loss.reference.path: {path} holds a decoder; the policy is {own}")
     options: dict[str, Any] = {"context_tokens": policy.engine.max_context_tokens, "ignored_keys": accepted_keys(own)}
-    reference, params = load_model(path, dtype=policy.dtype, lora=lora, mesh=policy_mesh(policy), **options)
+    options |= {
+        "dtype": "int8" if is_quantized(policy.weights.trained) else policy.dtype,
+        "compute_dtype": policy.dtype,
+    }
+    reference, params = load_model(path, lora=lora, mesh=policy_mesh(policy), **options)
     other = reference.config
     assert isinstance(other, DecoderConfig)
     if own.architecture != other.architecture:

@@ -188,9 +188,8 @@ class GRPOTrainer(LoggedTrainer):
             f"max_staleness is {staleness}: which groups a job trains depends on the clock, so that equal runs differ"
         )
         size = self._order.count
-        state = self._restored_groups or {"next": size * self.epoch, "open": []}
-        total = size * num_epochs
-        return GroupStream(self._collect_group, self, size=size, total=total, max_staleness=staleness, state=state)
+        options = {"size": size, "total": size * num_epochs, "max_staleness": staleness, "epoch": self.epoch}
+        return GroupStream(self._collect_group, self, **options, state=self._restored_groups)
 
     async def _run_epochs(self, num_epochs: int, *, is_validated: bool) -> list[TrainingJobStatus]:
         assert self.trainer_adapter is not None

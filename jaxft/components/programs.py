@@ -161,20 +161,21 @@ class Programs:
         runner: makes those of sampling.
     """
 
-    def __init__(self, run: PlannedRun, mesh: Mesh | AbstractMesh, device: Any) -> None:
+    def __init__(self, run: PlannedRun, mesh: Mesh | AbstractMesh, device: Any, has_processes: bool = False) -> None:
         """Make model and learner.
 
         Args:
             run: the run, with a checkpoint policy of its own.
             mesh: mesh of devices to compile for, or an abstract one, which cannot be compiled for.
             device: one of them, or the attributes that decide about dtypes and kernels.
+            has_processes: True if the devices are those of several processes.
 
         Raises:
             ValueError: the model does not divide over the mesh.
         """
         dtype, compute_dtype = resolve_dtypes(run.policy, device.platform)
         check_sampling_dtype(run.policy, device)
-        self.run, self.device = run, device
+        self.run, self.device, self._has_processes = run, device, has_processes
         self.compute_dtype = jnp.dtype(compute_dtype or dtype)
         self.dtype = self.compute_dtype if dtype == "int8" else jnp.dtype(dtype)  # of all that is not in eight bits
         self.sharding, self.model, self.params = _model(run, mesh, device.platform)
@@ -217,9 +218,9 @@ class Programs:
         The purposes are those of `LocalTrainerAdapter.memory`; temporaries are not among them.
         """
         transfer, policies = WeightTransfer(self.model), (self.run.policy, *self.run.snapshots)
-        dtype, are_pinned = transfer.dtype(self.params), self.run.samples_beside
-        caches = [self._abstract_runner(policy).cache_bytes(dtype) for policy in policies]
-        sampling = sampling_bytes(self.model, transfer, self.params, caches, are_pinned=are_pinned)
+        caches = [self._abstract_runner(policy).cache_bytes(transfer.dtype(self.params)) for policy in policies]
+        options = {"are_pinned": self.run.samples_beside, "has_processes": self._has_processes}
+        sampling = sampling_bytes(self.model, transfer, self.params, caches, **options)
         return training_bytes(self.learner, self.params) | sampling
 
     def disk_bytes(self) -> dict[str, int]:

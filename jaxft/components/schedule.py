@@ -150,6 +150,7 @@ class GroupStream(Schedule):
         size: int,
         total: int,
         max_staleness: int,
+        epoch: int = 0,
         state: dict[str, Any] | None = None,
     ) -> None:
         """Begin no group yet.
@@ -160,9 +161,12 @@ class GroupStream(Schedule):
             size: groups of a job.
             total: groups of the whole run.
             max_staleness: number of versions that a group may be behind when it is trained.
-            state: the `groups` of a `state` to go on from; those that were open begin again.
+            epoch: number of the next job.
+            state: the `groups` of a `state` to go on from; those that were open begin again. With jobs of another size
+                numbers mean other examples, and the stream begins at `epoch`.
         """
-        state = state or {"next": 0, "open": []}
+        if state is None or state.get("size", size) != size:
+            state = {"next": size * epoch, "open": []}
         super().__init__(collect, sampler)
         self._size, self._total, self._max_staleness = size, total, max_staleness
         self._has_begun = False
@@ -174,8 +178,8 @@ class GroupStream(Schedule):
         self._taken_at = time.perf_counter()
 
     def state(self) -> dict[str, Any]:
-        """Return, as `groups`, the numbers of the next group and of those that were begun but not trained."""
-        return {"groups": {"next": self._next, "open": sorted([*self._begun, *self._lost])}}
+        """Return, as `groups`, the next group, those that were begun but not trained, and the size of a job."""
+        return {"groups": {"next": self._next, "open": sorted([*self._begun, *self._lost]), "size": self._size}}
 
     async def begin(self, epoch: int) -> None:
         """Begin the groups that are missing for the next job, now that this epoch's weights sample."""

@@ -107,7 +107,7 @@ def make_plan(
         sizes, limit = mesh_shape(run.policy.mesh, target.chips), memory_limit(target)
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
         remats = auto_remats(target.chip.platform) if run.policy.remat == "auto" else (run.policy.remat,)
-        candidates = [Programs(run.with_remat(remat), mesh, target.device) for remat in remats]
+        candidates = [Programs(run.with_remat(remat), mesh, target.device, target.hosts > 1) for remat in remats]
         held, (rows, width) = candidates[0].held(), candidates[0].rows_and_width()
     except ValueError as error:
         raise ConfigError([str(error)]) from error

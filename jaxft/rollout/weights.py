@@ -102,8 +102,9 @@ class WeightTransfer:
         return device_bytes(sharding, jax.tree.unflatten(structure, new))
 
     def base_bytes(self, params: Params) -> int:
-        """Return the bytes per device of a frozen base that is kept beside the trained one."""
-        return 0
+        """Return the bytes per device of the frozen base as each of several processes keeps it, gathered."""
+        assert self._model.sharding is not None
+        return device_bytes(self._model.sharding.gathered(), partition(self._model, params)[1])
 
     def shapes(self, params: Params) -> Params:
         """Return the shapes, with shardings, of the weights to decode with."""
@@ -189,7 +190,7 @@ class ProcessTransfer(DeviceTransfer):
         self._gather = jax.jit(self._gathered.constrain)
 
     def base_bytes(self, params: Params) -> int:
-        """Return the bytes per device of the frozen base, which is kept gathered."""
+        """Return the bytes per device of the frozen base as each of several processes keeps it, gathered."""
         return device_bytes(self._gathered, partition(self._trained, params)[1])
 
     def whole_like(self, own: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxft.core.partition import BASE, TEACHER, trainable
-from jaxft.core.sharding import Sharding, compute_devices, compute_platform, device_bytes, spans_processes
+from jaxft.core.sharding import Sharding, compute_devices, compute_platform, device_bytes
 from jaxft.core.types import Model, Params
 from jaxft.errors import DeviceMemoryError
 from jaxft.models.layer_stack import auto_remats
@@ -59,7 +59,13 @@ def training_memory(learner: Learner, params: Params, longest: int) -> dict[str,
 
 
 def sampling_bytes(
-    model: Model, transfer: WeightTransfer, params: Params, caches: Sequence[int], *, are_pinned: bool
+    model: Model,
+    transfer: WeightTransfer,
+    params: Params,
+    caches: Sequence[int],
+    *,
+    are_pinned: bool,
+    has_processes: bool,
 ) -> dict[str, int]:
     """Return the bytes per device, by purpose, of arrays that only sampling uses.
 
@@ -73,18 +79,19 @@ def sampling_bytes(
         params: the parameters, or their shapes.
         caches: bytes per device of the keys and values of the policy and of each snapshot.
         are_pinned: True if weights are pinned while jobs train.
+        has_processes: True if the devices are those of several processes.
     """
     dtype, num_snapshots = str(transfer.dtype(params)), len(caches) - 1
     copied = jax.eval_shape(lambda params: Weights.copied(model, params, dtype=dtype).params, params)
     copy = Weights(model, copied)
     sizes = {"sampling": sum(caches), "sampling weights": transfer.extra_bytes(params)}
-    if base := transfer.base_bytes(params):
-        sizes["gathered base"] = base
+    if has_processes and model.lora is not None:
+        sizes["gathered base"] = transfer.base_bytes(params)
     if num_snapshots:
         sizes["snapshots"] = num_snapshots * copy.num_bytes()
         sizes["sampling weights"] += num_snapshots * transfer.extra_bytes(copy.whole(params))
     if are_pinned:
-        made_from = copy.num_bytes() if spans_processes(model.sharding) else 0
+        made_from = copy.num_bytes() if has_processes else 0
         sizes["held sampling weights"] = transfer.extra_bytes(params, is_shared=False) + made_from
     return sizes
 
@@ -116,7 +123,8 @@ def policy_bytes(policy: Policy, params: Params, *, are_pinned: bool) -> dict[st
     """Return `sampling_bytes` of a policy with its snapshots."""
     transfer = policy.weights.transfer
     caches = [engine.cache_bytes(transfer.dtype(params)) for engine in policy.engines]
-    return sampling_bytes(policy.model, transfer, params, caches, are_pinned=are_pinned)
+    has_processes = policy.weights.spans_processes
+    return sampling_bytes(policy.model, transfer, params, caches, are_pinned=are_pinned, has_processes=has_processes)
 
 
 def sampling_temporary_bytes(policy: Policy, params: Params) -> int:

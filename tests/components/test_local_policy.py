@@ -276,6 +276,15 @@ def test_a_reference_of_its_own_cannot_follow_adapters(trained, tmp_path):
         make_adapter(policy, beta=0.1, reference={**own, "update_every": 1})
 
 
+@pytest.mark.slow
+def test_a_reference_of_its_own_is_in_eight_bits_if_the_base_is(make_policy, tmp_path):
+    model, params = jaxft.init_model("qwen3-50k", jax.random.key(0), dtype="int8", lora=jaxft.LoraSpec(2, 2.0))
+    jaxft.save_model(tmp_path / "reference", base_model(model), params["base"])
+    policy = make_policy(model=model, params=params)
+    reference = make_adapter(policy, beta=0.1, reference={"path": str(tmp_path / "reference")}).learner.reference
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), reference.params["base"], params["base"])
+
+
 def test_memory_of_adapters_is_small(trained, policy):
     with_lora, whole = (held_bytes(make_adapter(each, beta=0.1)) for each in (trained.adapter.policy, policy))
     for purpose in ("gradients", "optimizer", "reference"):

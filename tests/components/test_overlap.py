@@ -454,7 +454,9 @@ def test_a_stream_starts_its_open_groups_again():
     first, state, rest = asyncio.run(run())
     trained = [[int(group[0].example_id) for group in collection.trajectories] for collection in (first, *rest)]
     assert trained[0] == [1, 2, 3, 4] and first.metrics == {"episodes": 4}
-    assert state == {"groups": {"next": 9, "open": [0, 5, 6, 7, 8]}}
+    assert state == {"groups": {"next": 9, "open": [0, 5, 6, 7, 8], "size": 4}}
+    resized = GroupStream(collect, NoWeights(), size=2, total=6, max_staleness=2, epoch=1, state=state["groups"])
+    assert resized.state() == {"groups": {"next": 2, "open": [], "size": 2}}
     assert sorted(number for numbers in trained for number in numbers) == list(range(12))
 
 

@@ -148,6 +148,7 @@ def test_adapters_have_a_base_of_bfloat16_and_few_messages(planned, capsys):
     assert plan("h200x16", ONE, "llms.policy.mesh={data: 2, fsdp: 8}", "llms.policy.lora.rank=16") == 0
     shown = capsys.readouterr().out
     assert "2 hosts, with a process on each" in shown
+    assert "   1.110 GiB  gathered base\n" in shown  # whole on each chip, to sample with
     assert "parameters in bfloat16, 10.1 M trained; products in bfloat16" in shown
     # Messages within a host take its links. The frozen base is gathered, too: 606,141,440 parameters, 7 of 8 parts,
     # twice, at 450 GB/s.
