@@ -378,6 +378,9 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         has_rewards = config.eval.validation is not None and run.reward_function is not None
         stops_early = isinstance(trainer, GRPOTrainerConfig) and trainer.early_stop != EarlyStopConfig()
         is_apart = loss.multi_objective_aggregation == "normalize_then_sum"
+        policy, reference = config.llms.get(self.llm), loss.reference
+        dtype = policy.dtype if isinstance(policy, LocalPolicyConfig) and policy.lora is None else None
+        is_coarse = dtype in ("bfloat16", "float16") and reference.update_every is not None and reference.mixing < 1
         from_episodes = {
             "distillation": (loss.distillation and loss.distillation.templates, "texts for the teacher alone"),
             "router_aux_loss_coef": (loss.router_aux_loss_coef, "recorded experts"),
@@ -391,6 +394,12 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
                 is_grpo and is_apart and builder.failed_reward is not None,
                 "multi_objective_aggregation",
                 "is normalize_then_sum, but failed_reward is a reward without a name: leave out one of the two",
+            ),
+            (
+                is_coarse,
+                "reference.mixing",
+                f"is {reference.mixing}, which weights in {dtype} round away: set llms.{self.llm}.dtype to float32, "
+                f"and its compute_dtype to {dtype}; or set mixing to 1",
             ),
         ]
         faults += [

@@ -168,6 +168,7 @@ def test_only_builders_of_episodes_need_a_reward(tmp_path, monkeypatch):
 
 LOCAL = "trainer_adapters.local.loss"
 NORMALIZED = "{reward_weights: {a: 1, b: 1}, multi_objective_aggregation: normalize_then_sum}"
+MOVING = "{beta: 0.1, reference: {update_every: 1, mixing: 0.05}}"
 GRPO, DPO, STOP = "{_type: grpo_trajectory_builder}", "{_type: dpo_trajectory_builder}", "trainers.loop.early_stop"
 
 
@@ -197,6 +198,7 @@ def configure(tmp_path, monkeypatch):
             f"{LOCAL}.multi_objective_aggregation: ",
             "leave out one",
         ),
+        (GRPO, MOVING, [("llms.policy.dtype", "bfloat16")], f"{LOCAL}.reference.mixing: is 0.05", "dtype to float32"),
         (None, "{name: sft}", [(STOP, "{patience: 3}")], f"{STOP}: ", "leave it out, or set eval.validation"),
         (None, "{name: dpo}", [(STOP, "{patience: 3}")], f"{STOP}: ", "and finetuning.reward_function"),
         (None, "{}", [(STOP, "{target_reward: 0.5}")], f"{STOP}: ", "leave it out"),
@@ -216,6 +218,7 @@ def test_settings_that_do_not_go_with_the_builder_are_refused(builder, loss, mor
 def test_settings_that_go_with_the_builder_are_taken(configure):
     configure((LOCAL, "{name: dpo}"), ("trajectory_builders.rows", DPO))
     configure((LOCAL, NORMALIZED), ("trajectory_builders.rows", GRPO))
+    configure((LOCAL, MOVING), ("trajectory_builders.rows", GRPO))
     configure((LOCAL, "{name: grpo}"), ("trajectory_builders.rows", f"{GRPO[:-1]}, failed_reward: -1}}"))
     dataset = ("eval.validation", "{dataset: {_type: jsonl, file_path: logs.jsonl}}")
     configure((LOCAL, "{name: sft}"), dataset, (STOP, "{patience: 3}"))  # by the reward of episodes
