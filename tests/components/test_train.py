@@ -62,6 +62,8 @@ def resolved(optimizer=None, loss="dapo", recorded=None, **policy):
     mapping["eval"]["evaluators"]["reward"]["functions"] = [digits]
     mapping["llms"]["policy"] |= policy
     mapping["trainer_adapters"]["local"] |= {"optimizer": optimizer or {}, "loss": {"name": loss}}
+    if loss == "dpo":
+        mapping["trajectory_builders"]["rollouts"] = {"_type": "dpo_trajectory_builder"}
     config = config_from_mapping(mapping, base_dir=".")
     config.resolve({"trainer_adapters": {"local": recorded or {}}})
     return resolved_yaml(config)
