@@ -10,9 +10,9 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ValidationError, create_model
+from pydantic import Field, ValidationError, create_model
 from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -112,7 +112,7 @@ def make_app(service: Service) -> Starlette:
     def route(endpoint: Endpoint) -> Route:
         fields = fields_of(endpoint.verb)
         if endpoint.is_long:
-            fields = create_model("Fields", __base__=fields, seq_id=(int, 0))
+            fields = create_model("Fields", __base__=fields, seq_id=(Annotated[int, Field(lt=2**62)], 0))
 
         async def answer(request: Request) -> Response:
             try:

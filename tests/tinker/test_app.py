@@ -88,6 +88,7 @@ def test_a_session_lives_by_its_heartbeats_and_ends(service):
         ("create_session", {"shape": 3}, 422, "shape is 3: Extra inputs are not permitted"),
         ("create_session", [], 400, "the body is a JSON list; wanted an object"),
         ("create_session", b"{", 400, "EOF"),
+        ("optim_step", {"model_id": "a", "adam_params": {}, "seq_id": 2**70}, 422, "seq_id is 11805"),
         ("get_info", {"model_id": "a:train:0"}, 410, "there is no session 'a'"),
         ("optim_step", {"model_id": "a:train:0", "seq_id": 1, "adam_params": {}}, 410, "no session 'a'"),
         ("optim_step", {"model_id": "a", "adam_params": {"beta1": 1}}, 422, "adam_params.beta1 is 1"),
