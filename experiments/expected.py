@@ -1,4 +1,4 @@
-"""Whether a run of an experiment is what one should see: it is held against the rewards of other seeds.
+"""Tells whether a run of an experiment is what one should see, by the rewards of other seeds.
 
     python experiments/expected.py tic_tac_toe runs/tic_tac_toe
 

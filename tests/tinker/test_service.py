@@ -283,7 +283,7 @@ def test_samplers_that_are_not_used_leave(service, monkeypatch):
 
 
 def test_the_samples_of_a_call_end_with_the_first_that_fails(service):
-    """Of more samples than there are slots most wait; as each fails alike, those of others would wait behind them."""
+    """Samples that wait for a slot would fail like the first, and hold up the requests of other clients."""
 
     async def main():
         session, model_id = await new_model(service)
