@@ -202,9 +202,6 @@ def test_references_of_the_experiments_are_whole_and_name_experiments(name):
     assert {len(run.rewards) for run in reference.runs} == {reference.settings["finetuning.num_epochs"]}
     (begun,) = [word for word in reference.command.split() if word.endswith((".py", ".yml"))]
     assert (ROOT / begun).is_file()
-    band = expected_band([run.rewards for run in reference.runs])
-    for run in reference.runs:
-        assert all(low <= reward <= high for reward, (low, high) in zip(run.rewards, band, strict=True))
 
 
 def test_the_exit_code_says_whether_runs_are_as_expected(tmp_path, monkeypatch, capsys):

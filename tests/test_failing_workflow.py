@@ -11,9 +11,7 @@ import pytest
 
 import jaxft
 from jaxft.cli import main
-from jaxft.errors import DeviceMemoryError
 from jaxft.harness.strict_yaml import dump_yaml
-from jaxft.rollout.client import ChatClient
 
 
 class EvenConfig(jaxft.EvaluatorConfig, name="even_tokens"):
@@ -154,26 +152,6 @@ def command(tmp_path):
 @pytest.fixture
 def finetune(tmp_path):
     return command(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def client(make_policy):
-    """A policy whose cache no address space holds: the allocation really fails."""
-    return ChatClient(make_policy(cache_tokens=2**43), "policy")
-
-
-def test_a_device_that_is_too_small_ends_the_run_in_one_line(client):
-    with pytest.raises(DeviceMemoryError) as caught:
-        asyncio.run(client.chat([{"role": "user", "content": "x"}], max_tokens=4))
-    message = str(caught.value)
-    assert caught.value.exit_code == 1 and "\n" not in message
-    for part in (
-        "slots (now 8)",
-        f"cache_tokens (now {2**43})",
-        "max_context_tokens (now 96)",
-        "RESOURCE_EXHAUSTED",
-    ):
-        assert part in message
 
 
 class OtherConfig(jaxft.WorkflowConfig, name="other_agent"):

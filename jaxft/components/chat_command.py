@@ -109,7 +109,7 @@ class Conversation:
         """Answer each line of the input until it ends; `/reset` begins a new conversation.
 
         Raises:
-            RequestError: the input is no terminal, and a line has no complete answer.
+            RequestError: the input is no terminal, and a line has no answer.
         """
         if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(errors="replace")  # bytes that are no text must not end the chat
@@ -128,7 +128,7 @@ class Conversation:
                     del self._messages[begun:]  # what is left is a conversation that a chat template takes
                     unanswered += 1
         if unanswered and not self._is_terminal:
-            raise RequestError(f"lines without a complete answer: {unanswered}")
+            raise RequestError(f"lines without an answer: {unanswered}")
 
     async def _read_line(self) -> str | None:
         """Return the next line of the input, None at its end."""

@@ -407,6 +407,10 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
             for field, (value, lack) in from_episodes.items()
         ]
         found = [(f"trainer_adapters.{name}.loss.{field}", message) for is_found, field, message in faults if is_found]
+        if is_grpo and isinstance(trainer, DPOTrainerConfig):
+            found.append(
+                (f"trainers.{run.trainer}", "is a dpo_trainer, which needs pairs: take dpo_trajectory_builder")
+            )
         if is_logged and stops_early and not has_rewards:
             way_out = "leave it out, or set eval.validation and finetuning.reward_function"
             found.append((f"trainers.{run.trainer}.early_stop", f"needs rewards of episodes: {way_out}"))

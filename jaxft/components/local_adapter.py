@@ -278,7 +278,9 @@ class LocalTrainerAdapter(TrainerAdapter):
         if distillation is not None and distillation.templates:
             data = with_teacher_rows(data, distillation, llm, template, self.policy.engine.max_context_tokens)
         correction = self.learner.loss.correction
-        if data.sampled.is_penalized.any() and (correction is None or correction.name == "sequence_geometric_mask"):
+        if data.sampled.is_penalized.any() and (
+            correction is None or correction.name in ("none", "sequence_geometric_mask")
+        ):
             raise TrajectoryError(
                 f"{data.sampled.is_penalized.mean():.1%} of tokens were drawn with presence_penalty, frequency_penalty "
                 f"or repetition_penalty, and loss.correction is {correction and correction.name}, which does not weigh "
@@ -328,7 +330,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         metrics |= given.data.metrics
         compiles = self.policy.compiles
         timings = {"seconds_update": time.perf_counter() - started, "compiles": compiles.count}
-        timings |= peak_bytes(self.policy.model.sharding) | self._speed.of_job(self.learner.trained_lengths, device)
+        trained = self.learner.trained_spans if metrics["updates"] else []
+        timings |= peak_bytes(self.policy.model.sharding) | self._speed.of_job(trained, device)
         compiled, self._reported_compiles = compiles.names(self._reported_compiles), compiles.count
         metadata: dict[str, Any] = {"metrics": metrics, "timings": timings, "compiled": compiled}
         metadata |= {"token_scores": given.scores.rows()} if given.scores.indices else {}

@@ -24,7 +24,7 @@ class Speed:
         weights = self._policy.weights
         return int(weights.transfer.dtype(weights.trained).itemsize)
 
-    def of_job(self, lengths: Sequence[int], begun: Mapping[str, float]) -> dict[str, float]:
+    def of_job(self, spans: Sequence[tuple[int, int]], begun: Mapping[str, float]) -> dict[str, float]:
         """Return tokens per second and shares of the ceilings, of the job that has ended and of the sampling before it.
 
         MFU counts 6 operations for each weight and token, and those of causal attention, also with frozen weights; no
@@ -32,7 +32,7 @@ class Speed:
         it, need none. A chip whose ceilings are not known, or a bridged network, has tokens per second alone.
 
         Args:
-            lengths: tokens of each sequence, once for each of its updates.
+            spans: tokens of each sequence, and how many of them were computed with another one, once for each update.
             begun: seconds of the device thread before the job.
         """
         policy, devices = self._policy, compute_devices(self._policy.model.sharding)
@@ -42,11 +42,14 @@ class Speed:
         sampled = now["sampling"], sum(each.decode_steps for each in counts), sum(each.seen_tokens for each in counts)
         sampling, steps, seen = (new - old for new, old in zip(sampled, self._sampled, strict=True))
         self._sampled, training = sampled, now["training"] - begun["training"]
-        speed = {"train_tokens_per_second": sum(lengths) / training}
+        speed = {"train_tokens_per_second": sum(tokens for tokens, _ in spans) / training}
         chip, config = find_chip(devices[0].device_kind), policy.model.config
         if chip is None or not isinstance(config, DecoderConfig):
             return speed
-        flops = sum(model_flops(config, number, tokens) for tokens, number in Counter(lengths).items())
+        flops = sum(
+            number * (model_flops(config, 1, tokens) - model_flops(config, 1, shared))
+            for (tokens, shared), number in Counter(spans).items()
+        )
         speed["train_mfu"] = flops / training / (chip.flops_per_second * len(devices))
         if steps:
             is_narrow = policy.model.sampling_dtype is not None or is_quantized(policy.weights.trained)

@@ -421,7 +421,8 @@ def optimal_token_advantages(
     nth = rows, (np.cumsum(completion_mask, axis=1) - 1)[completion_mask]  # place among the trained tokens of the row
     to_go, energy, is_there = np.zeros((3, *returns.shape))
     to_go[nth], is_there[nth] = returns[completion_mask], 1.0
-    energy[nth] = (1.0 - 2.0 * np.exp(logprobs) + sum_pi_squared)[completion_mask]
+    # (1 - pi)^2 bounds it: as a difference of numbers near 1 it may be negative, and a sum of such a baseline far away.
+    energy[nth] = np.maximum(1.0 - 2.0 * np.exp(logprobs) + sum_pi_squared, np.expm1(logprobs) ** 2)[completion_mask]
     weights, found = np.cumsum(energy, axis=1) * is_there, np.zeros(returns.shape)
     for group in np.unique(group_ids[rows]):
         members = np.flatnonzero((group_ids == group) & completion_mask.any(axis=1))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer
 from pydantic.functional_serializers import SerializerFunctionWrapHandler
 from pydantic_core.core_schema import SerializationInfo
@@ -44,7 +45,8 @@ class TokenSequence(BaseModel):
             if that holds for the whole row. In JSON each support is written once.
         experts: experts that each token was routed to while sampling (`Completion.experts`), by the first call that was
             fed it; empty for tokens, and rows, without any.
-        observations: True for tokens of the results of tools that an answer of the row led to; empty without any.
+        observations: True for tokens of the results of tools that an answer of the row led to, in the first of the
+            rows that have these and all tokens before; empty without any.
         is_logged: True for text of a log, of which no log-probabilities are known. In JSON only if True.
         begun_by: the call whose prompt the row begins with; None if unknown, as in what was read from JSON.
     """
@@ -121,7 +123,16 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
         if is_target(call):  # what others add behind it is cut off
             is_last = turns[call.index] == len(calls) - 1
             longest.episode_truncated = is_last and call.reply.completion.finish_reason == "length"
-    return [_without_tail(sequence) for sequence in sequences if any(sequence.completion_mask)]
+    rows = [_without_tail(sequence) for sequence in sequences if any(sequence.completion_mask)]
+    begun: list[tuple[str | None, np.ndarray]] = []
+    for row in rows:
+        tokens = np.array(row.tokens)
+        if row.observations:
+            known = max((_shared_tokens(tokens, other) for llm, other in begun if llm == row.llm), default=0)
+            left = [False] * known + row.observations[known:]
+            row.observations = left if any(left) else []
+        begun.append((row.llm, tokens))
+    return rows
 
 
 def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> None:
@@ -143,6 +154,12 @@ def _extend(sequence: TokenSequence, call: Call, turn: int, is_target: bool) -> 
     fed = [*fed, *[""] * (len(sequence.tokens) - len(fed))]
     sequence.experts = [first or own for first, own in zip_longest(sequence.experts, fed, fillvalue="")]
     sequence.truncated |= is_target and completion.finish_reason == "length"
+
+
+def _shared_tokens(row: np.ndarray, other: np.ndarray) -> int:
+    """Return the number of tokens that two rows begin with in common."""
+    most = min(len(row), len(other))
+    return int(np.append(row[:most] == other[:most], False).argmin())
 
 
 def _without_tail(sequence: TokenSequence) -> TokenSequence:

@@ -37,7 +37,7 @@ from jaxft.runs.directory import RunDirectory
 
 FOLDER = "checkpoints"
 FORMAT_VERSION = 1
-"""Version of state and arrays; a newer program restores every older version."""
+"""Version of state and arrays; a newer program restores every older version, but none from before 0.9.0."""
 DAMAGED, OLD, REPLACED = ".damaged", ".old", ".replaced"
 """Suffixes of step directories that are set aside, being removed, or kept until their step is saved again."""
 

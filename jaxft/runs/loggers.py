@@ -9,6 +9,7 @@ import asyncio
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
@@ -145,7 +146,7 @@ class Loggers:
         Args:
             status: how the run ended.
             result: the content of `result.json`.
-            within_seconds: the longest time to wait for a logger, if that is less than `CALL_SECONDS`.
+            within_seconds: the longest time to wait for all loggers, if that is less than `CALL_SECONDS`.
         """
         if not self._has_begun or self.run is None:
             return
@@ -154,8 +155,10 @@ class Loggers:
                 self.artifact(name, self.run.directory / file)
         plain = map_texts(dict(result), _clean)
         self._call("end", lambda logger: logger.end(status, plain))
+        seconds = min(CALL_SECONDS, within_seconds or CALL_SECONDS)
+        until = time.monotonic() + seconds
         for thread in self._threads:
-            thread.finish(min(CALL_SECONDS, within_seconds or CALL_SECONDS))
+            thread.finish(until, seconds)
 
     def _call(self, what: str, call: Callable[[RunLogger], None]) -> None:
         for thread in self._threads if self._has_begun else ():
@@ -184,9 +187,9 @@ class _LoggerThread:
         if self._thread.is_alive():
             self._waiting.put((what, call))
 
-    def finish(self, seconds: float) -> None:
-        """Wait for all calls, at most so many seconds, and end the thread."""
-        self._thread.join(seconds)
+    def finish(self, until: float, seconds: float) -> None:
+        """Wait for all calls until a time, so many seconds after the end of the run, and end the thread."""
+        self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             self.failed += 1
             self._say(f"{seconds:g} seconds after the end of the run, it is still at {self._running}")

@@ -31,8 +31,11 @@ from jaxft.serving.wire import APIError, count_tokens, event, make_id, openai_er
 LOWEST_LOGPROB = -9999.0
 """The log-probability that stands for minus infinity, which JSON cannot hold."""
 
-ECHOED = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-"""Fields of a reply's message that a client may send back; the policy has the token ids already."""
+TOKEN_IDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+"""Fields of a reply's message with `return_token_ids`."""
+
+ECHOED = frozenset({*TOKEN_IDS, "parsed"})
+"""Fields of a message that a client may send back, and the policy does not read; openai's `parse` adds the last."""
 
 
 TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -144,7 +147,7 @@ def _usage(asked: CompletionFields, reply: Reply) -> dict[str, Any]:
 
 def _token_ids(asked: ChatCompletionRequest, choice: Reply) -> dict[str, Any]:
     values = (choice.prompt_ids, choice.token_ids, choice.logprobs)
-    return dict(zip(ECHOED, values, strict=True)) if asked.has_token_ids else {}
+    return dict(zip(TOKEN_IDS, values, strict=True)) if asked.has_token_ids else {}
 
 
 def _ending(asked: ChatCompletionRequest, choice: Reply, text_of_token: Callable[[int], str]) -> dict[str, Any]:

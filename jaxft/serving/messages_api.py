@@ -36,6 +36,9 @@ from jaxft.serving.wire import APIError, count_tokens, event, id_of_error, make_
 
 OWN_TOOLS = Refused("Anthropic's own tools do not run here")
 
+BILLING = "x-anthropic-billing-header:"
+"""Beginning of a block of system text that Claude Code changes with every request; it is not for the model."""
+
 
 class Cached(RequestObject):
     """An object that may be marked for Anthropic's prompt cache."""
@@ -174,7 +177,10 @@ class MessagesRequest(APIRequest):
         description="The conversation, of text and tools only; the last message is not the assistant's."
     )
     max_tokens: Count = Field(description="Limit of sampled tokens.")
-    system: TextOr[Many[TextBlock]] | None = Field(None, description="Text, or blocks of text: the first message.")
+    system: TextOr[Many[TextBlock]] | None = Field(
+        None,
+        description="Text, or blocks of text: the first message, without the block of Claude Code's billing header.",
+    )
     tools: Tools[MessagesTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: ToolChoice | None = Field(None, description="`auto`, `any`, `none` or a function.")
     stop: Stops | None = Field(None, alias="stop_sequences", description="At most 1,024 strings that end the answer.")
@@ -204,8 +210,13 @@ class MessagesRequest(APIRequest):
         {'role': 'system', 'content': 'Be brief.'}
         """
         arguments = self.arguments(ChatRequest)
-        system = [{"role": "system", "content": _texts(self.system)}] if self.system else []
-        arguments["messages"] = system + [each for message in self.messages for each in _messages(message)]
+        system = (
+            self.system
+            if isinstance(self.system, str)
+            else [block for block in self.system or () if not block.text.startswith(BILLING)]
+        )
+        first = [{"role": "system", "content": _texts(system)}] if system else []
+        arguments["messages"] = first + [each for message in self.messages for each in _messages(message)]
         is_forced = self.tool_choice is not None and self.tool_choice.as_choice() not in ("auto", "none")
         arguments["tools"] = [tool.as_tool(is_forced=is_forced) for tool in self.tools or ()]
         if self.response_format is not None:

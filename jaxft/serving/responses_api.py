@@ -4,6 +4,7 @@ Nothing is stored: each request has the whole conversation. Items of reasoning, 
 become one message of the assistant, as the core has answered it, so that a turn keeps its sampled token ids.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -179,7 +180,10 @@ class ResponsesRequest(ChatFields):
         alias="input",
         description="Text of the user, or the whole conversation as items of text, reasoning, calls and their outputs.",
     )
-    instructions: str | None = Field(None, description="Text of the system: the first message.")
+    instructions: str | None = Field(
+        None,
+        description="Text of the system: the first message, which system and developer messages at the beginning join.",
+    )
     tools: Tools[ResponsesTool] | None = Field(None, description="Functions that the model may call.")
     tool_choice: TextOr[ResponsesToolChoice] | None = Field(
         None, description="`auto`, `none`, `required` or a function."
@@ -215,10 +219,15 @@ class ResponsesRequest(ChatFields):
             arguments["response_format"] = self.response_format.as_chat()
         if isinstance(self.tool_choice, ResponsesToolChoice):
             arguments["tool_choice"] = function_tool(self.tool_choice.name)
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         said = self.messages
         asked = [{"role": "user", "content": said}] if isinstance(said, str) else _messages(said)
-        return ChatRequest(**arguments | {"messages": [*system, *asked]})
+        if self.instructions is not None:
+            asked = [{"role": "system", "content": self.instructions}, *asked]
+        leading = list(itertools.takewhile(lambda each: each["role"] in ("system", "developer"), asked))
+        if len(leading) > 1:  # chat templates such as Qwen 3.5's take one such message
+            parts = [{"type": "text", "text": _joined(each["content"])} for each in leading]
+            asked[: len(leading)] = [{"role": "system", "content": parts}]
+        return ChatRequest(**arguments | {"messages": asked})
 
 
 def _messages(items: Sequence[InputItem]) -> list[dict[str, Any]]:

@@ -130,7 +130,7 @@ def collect_rewards(
     rewards = np.array([t.reward if t.scorable else np.nan for t in trajectories], np.float64)
     named, metrics = None, {}
     names = tuple(loss.reward_weights or sorted({name for t in trajectories for name in t.named_rewards or {}}))
-    table = np.array([_rewards_of_names(trajectory, names) for trajectory in trajectories])
+    table = np.array([_rewards_of_names(each, names) for each in trajectories]).reshape(len(trajectories), len(names))
     if loss.multi_objective_aggregation == "normalize_then_sum" or reads(loss.estimator, "named_rewards"):
         named = table
     if loss.reward_weights is not None:

@@ -133,7 +133,8 @@ class Learner:
         teacher: weights of the teacher; None without one, or if it is the policy.
         value_head: value head of ppo; None for other losses.
         jobs: number of jobs run.
-        trained_lengths: tokens of each sequence of the last job, prompts included, once for each of its updates.
+        trained_spans: tokens of each sequence of the last job, prompts included, and how many of them were computed
+            with another sequence, once for each of its updates.
         bad_updates: number of non-finite updates since the last finite one.
     """
 
@@ -212,7 +213,7 @@ class Learner:
         self.reference = reference
         self.value_head: Params | None = None
         self.jobs = self.bad_updates = 0
-        self.trained_lengths: list[int] = []
+        self.trained_spans: list[tuple[int, int]] = []
         self._applied_jobs = 0
 
     def _use(self, model: Model) -> None:
@@ -292,7 +293,7 @@ class Learner:
             state, of_update = self._update(state, minibatch.microbatches(), pause)
             history.append(of_update | {"batch_rows": minibatch.packing.height})
         params = self._keep(state)
-        self.trained_lengths = [int(tokens) for each in minibatches for tokens in each.packing.lengths]
+        self.trained_spans = [(own + shared, shared) for each in minibatches for *_, own, shared in each.packing.own]
         self.jobs += 1
         history = [with_sample_size(of_update) for of_update in jax.device_get(history)]
         metrics |= self._merge(history, minibatches, keep_bad)

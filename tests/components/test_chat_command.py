@@ -301,7 +301,7 @@ def test_what_cannot_be_answered_does_not_end_the_chat(talk):
     assert code == 2 and out == "c\n" and llm.contents() == [("user", "3")]
     full, refused, last = err.splitlines()
     assert "100" in full and "/reset" in full and "half of a character" in refused
-    assert last == "jaxft: error: lines without a complete answer: 2"
+    assert last == "jaxft: error: lines without an answer: 2"
     assert talk(Stub(RequestError("no"), reply("c")), "1", "2", typed=True)[0] == 0
 
 

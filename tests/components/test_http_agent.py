@@ -345,6 +345,7 @@ def test_an_agent_that_never_answers_is_left_and_its_later_calls_are_refused(tmp
     general = {"timeout_seconds": 1, "max_concurrency": 1}
     outcomes = evaluate(tmp_path, {"_type": "http_agent", "url": agent.url}, general=general)
     assert all("TimeoutError: the workflow gave no output within 1 s" in each.error for each in outcomes)
+    assert refused  # at least while the second episode went on
 
 
 def test_the_model_must_be_named_where_there_are_several(tmp_path):

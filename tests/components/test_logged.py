@@ -199,6 +199,7 @@ def configure(tmp_path, monkeypatch):
             "leave out one",
         ),
         (GRPO, MOVING, [("llms.policy.dtype", "bfloat16")], f"{LOCAL}.reference.mixing: is 0.05", "dtype to float32"),
+        (GRPO, "{}", [("trainers.loop", "{_type: dpo_trainer}")], "trainers.loop: ", "take dpo_trajectory_builder"),
         (None, "{name: sft}", [(STOP, "{patience: 3}")], f"{STOP}: ", "leave it out, or set eval.validation"),
         (None, "{name: dpo}", [(STOP, "{patience: 3}")], f"{STOP}: ", "and finetuning.reward_function"),
         (None, "{}", [(STOP, "{target_reward: 0.5}")], f"{STOP}: ", "leave it out"),

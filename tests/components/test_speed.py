@@ -35,12 +35,13 @@ def measured(policy, monkeypatch, *devices):
     speed = Speed(policy)
     speed._sampled = policy.device_seconds()["sampling"] - 16.0, 0, 0
     policy.engine.counts.decode_steps, policy.engine.counts.seen_tokens = 100, 5000
-    return speed.of_job([8, 8, 16], {"training": policy.device_seconds()["training"] - 2.0})
+    return speed.of_job([(8, 0), (8, 6), (16, 0)], {"training": policy.device_seconds()["training"] - 2.0})
 
 
 def test_shares_of_a_known_chip(policy, monkeypatch):
     found = measured(policy, monkeypatch, Device("NVIDIA H200"), Device("NVIDIA H200"))
-    flops, read = model_flops(CONFIG, 2, 8) + model_flops(CONFIG, 1, 16), decode_bytes(CONFIG, 100, 5000, itemsize=4)
+    flops = model_flops(CONFIG, 2, 8) - model_flops(CONFIG, 1, 6) + model_flops(CONFIG, 1, 16)
+    read = decode_bytes(CONFIG, 100, 5000, itemsize=4)
     assert found == pytest.approx(
         {
             "train_tokens_per_second": 16.0,
@@ -54,7 +55,7 @@ def test_a_made_up_card_has_tokens_alone_and_a_cpu_nothing(policy, monkeypatch):
     assert measured(policy, monkeypatch, Device("a card of tomorrow")) == {"train_tokens_per_second": 16.0}
     assert measured(policy, monkeypatch, Device("cpu", "cpu")) == {}
     monkeypatch.undo()
-    assert Speed(policy).of_job([8], {}) == {}
+    assert Speed(policy).of_job([(8, 0)], {}) == {}
 
 
 def test_without_a_ceiling_nothing_is_slow():

@@ -129,6 +129,12 @@ def test_optimal_baselines_need_a_group_that_differs():
     np.testing.assert_array_equal(of_tokens(shorter)[np.arange(9) != 4], of_tokens(case, np.arange(9) != 4))
     certain = case | {"logprobs": np.zeros((9, 7)), "sum_pi_squared": np.ones((9, 7))}
     assert np.isfinite(of_tokens(certain)).all()
+    # Squares in float32 are off by more than the energy of a nearly certain token: baselines stay within the returns.
+    rng = np.random.default_rng(0)
+    others = 10 ** rng.uniform(-6, -4, (9, 7))
+    squares = ((1 - others) ** 2).astype(np.float32) + np.float32(3e-8) * rng.choice([-1, 1], (9, 7))
+    close = case | {"logprobs": np.log1p(-others), "sum_pi_squared": squares, "returns": rng.integers(0, 2, (9, 7))}
+    assert np.abs(of_tokens(close)).max() <= 1.0
     with pytest.raises(ValueError, match=r"logprobs has shape \(9, 6\); wanted that of returns, \(9, 7\)"):
         names = ("returns", "logprobs", "sum_pi_squared", "completion_mask", "group_ids")
         narrow = case | {"logprobs": case["logprobs"][:, 1:]}

@@ -123,16 +123,6 @@ def test_arts_builder_and_trainer_work_with_the_adapter(finetune, folder):
     assert [row["epoch"] for row in json.loads((folder / "out/validation_history.json").read_text())] == [0, 1, 2]
 
 
-def test_arts_builder_trains_under_jaxfts_trainer(finetune, folder):
-    pytest.importorskip("art")
-    finetune(
-        "held_out.json",
-        trajectory_builders__art={"_type": "openpipe_art_traj_builder", "num_generations": 4},
-        finetuning__trajectory_builder="art",
-    )
-    assert [row["applied_updates"] for row in lines(folder / "out/training_metrics.jsonl")] == [1, 1]
-
-
 def test_training_is_aimed_at_functions(finetune, folder):
     functions = {
         name: {"_type": "chat_completion", "llm_name": "policy", "system_prompt": name[0]}

@@ -523,17 +523,9 @@ def test_two_names_of_a_limit_must_agree(client):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"stop": ""}, ValueError, "stop .*empty"),
-        ({"stop": ["a", ""]}, ValueError, "stop .*empty"),
-        ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
-        ({"temperature": float("nan")}, ValueError, "temperature is nan"),
-        ({"top_p": 0.0}, ValueError, "top_p is 0.0"),
-        ({"max_tokens": 0}, RequestError, "max_tokens is 0"),
-        ({"messages": []}, ValueError, "messages is empty"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, ValueError, r"messages\[0\]\['content'\] .* U\+D800"),
         ({"logit_bias": {300: 1.0}}, RequestError, r"logit_bias\[0\] is 300; .* 262 tokens"),
         ({"logit_bias": {7: 1e300}}, RequestError, r"logit_bias .*1e\+300 .*token 7"),
-        ({"temperature": 1e39}, ValueError, r"temperature is 1e\+39"),
         ({"messages": [{"role": "user", "content": "x" * 100}]}, RequestError, "103 tokens"),
         (
             {"messages": [{"role": "user", "content": "x " * 2_500_000}]},

@@ -562,3 +562,4 @@ def test_too_little_memory_is_one_error_that_says_what_to_lower(make_policy):
     assert isinstance(answers[0], PolicyError)
     names = rf"slots \(now 8\), cache_tokens \(now {2**43}\) .*max_context_tokens \(now 96\)"
     assert re.search(f"{names}.* RESOURCE_EXHAUSTED: Out of memory", str(answers[0]))
+    assert answers[0].exit_code == 1 and "\n" not in str(answers[0])

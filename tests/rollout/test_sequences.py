@@ -1,5 +1,6 @@
 """Training rows of recorded calls: no sampled token is lost or trained twice, whatever the order of calls."""
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -84,6 +85,14 @@ def test_results_of_tools_are_known_in_the_row_that_they_extend(make_call):
     cut, alone = token_sequences([first, second, last], lambda call: call.index < 2), token_sequences([first])
     assert cut[0].observations == [place == 4 for place in range(7)]  # what no answer follows is cut off
     assert alone[0].observations == [] and "observations" not in alone[0].model_dump()
+
+
+def test_a_result_counts_once_however_many_answers_follow_it(make_call):
+    seen, ids = (4, 6), (1, 2, 3, 4, 5, 6, 7)
+    answers = [make_call(1 + n, [], [7 + n], prompt=Prompt("", ids, observations=seen)) for n in range(2)]
+    other = make_call(3, [], [9], prompt=Prompt("", (*ids[:6], 8), observations=seen))
+    rows = token_sequences([make_call(0, [1, 2], [3]), *answers, other])
+    assert [np.flatnonzero(row.observations).tolist() for row in rows] == [[4, 6], [], [6]]
 
 
 @st.composite

@@ -45,7 +45,14 @@ RICH = {
         "messages": [
             {"role": "system", "content": [PART]},
             {"role": "user", "content": "a", "name": "n"},
-            {"role": "assistant", "content": None, "tool_calls": [USED], "refusal": None, "prompt_token_ids": [1]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [USED],
+                "refusal": None,
+                "prompt_token_ids": [1],
+                "parsed": {"a": 1},
+            },
             {"role": "tool", "tool_call_id": "t1", "content": "3"},
         ],
         "max_tokens": 3,

@@ -32,6 +32,10 @@ def test_blocks_become_the_messages_of_the_core():
     user = {"role": "user", "content": "?"}
     assert read(user, system="s") == [{"role": "system", "content": "s"}, user]
     assert read(user, system=[text]) == [{"role": "system", "content": [part]}, user]
+    for paid in ("cch=71fea;", "cch=0a1b2;"):  # Claude Code's differs in every request, and turns must stay equal
+        billed = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; {paid}"}
+        assert read(user, system=[billed, text]) == [{"role": "system", "content": [part]}, user]
+        assert read(user, system=[billed]) == [user]
     answer = [
         {"type": "thinking", "thinking": "hm", "signature": "xyz"},
         {"type": "redacted_thinking", "data": "xyz"},

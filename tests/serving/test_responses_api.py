@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 
 from jaxft.rollout.chat_request import Delta
+from jaxft.rollout.messages import canonical_messages
 from jaxft.serving.responses_api import ResponsesRequest, ResponseWriter, response_json
 from jaxft.serving.schemas import read_request
 from jaxft.serving.wire import APIError, encode
@@ -116,8 +117,14 @@ def test_a_request_of_codex_is_read_or_refused_with_a_way_out():
         "prompt_cache_key": "k",
         "client_metadata": {"session_id": "s"},
     }
-    roles = [message["role"] for message in call(**sent).to_request().messages]
-    assert roles == ["system", "developer", "user", "assistant", "tool"]
+    messages = call(**sent).to_request().messages
+    assert [message["role"] for message in messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+    ]  # stock templates take one
+    assert canonical_messages(messages)[0]["content"] == "i\np"
     for name, value, advice in (
         ("reasoning", {"effort": "medium", "summary": "auto"}, "enable_thinking"),
         ("text", {"verbosity": "low"}, r"text\.verbosity"),

@@ -268,7 +268,7 @@ def test_a_client_that_does_not_read_is_cut_off(llm):
         # Long answers, which soon fill what the system keeps for a reader.
         connection = send(server, *["GET /metrics HTTP/1.1", f"Host: {host}"])
         pipelined = b"".join([b"GET /metrics HTTP/1.1\r\nHost: " + host.encode() + b"\r\n\r\n"] * 100)
-        with pytest.raises(OSError):
+        with pytest.raises(ConnectionError):  # not the socket's own time-out
             for _ in range(10_000):
                 connection.sendall(pipelined)
         connection.close()
@@ -327,11 +327,11 @@ def test_running_requests_end_before_the_server_does(llm):
 
 
 def test_a_request_that_takes_too_long_to_drain_gets_an_answer(llm):
-    with serving(llm, limits=Limits(drain_seconds=1.0)) as server, concurrent.futures.ThreadPoolExecutor(1) as threads:
+    with serving(llm, limits=Limits(drain_seconds=0.01)) as server, concurrent.futures.ThreadPoolExecutor(1) as threads:
         asking = threads.submit(request, server, {**ENDLESS, "n": 128})
         wait_until(lambda: server.guard.num_requests)
         asyncio.run(server.close())
-        assert asking.result()[0] in (200, 503)
+        assert asking.result()[0] == 503
 
 
 def test_nothing_is_left_of_two_hundred_disconnects(llm):

@@ -357,12 +357,23 @@ def test_kl_in_the_reward_trains(job, start, advantages):
     _, params, (metrics,) = learn(job, start, knobs)
     assert metrics["applied_updates"] == 1.0 and difference(params, start) > 0
     assert metrics["kl"] == metrics["kl_k1"] == 0.0  # the reference is the start itself
+    other = Weights(MODEL, on_device(jax.tree.map(lambda x: x * np.float32(1.1), start)))
+    _, held, (metrics,) = learn(job, start, knobs, reference=other)
+    assert metrics["kl"] > 0 and difference(held, params) > 0
 
 
-def test_the_correction_reaches_the_loss(job, start):
-    knobs = {"name": "dapo", "correction": {"name": "token_truncate", "high": 1.5}}
-    _, _, (metrics,) = learn(job, start, knobs)
-    assert metrics["correction_weight_mean"] <= 1.5 and 0 <= metrics["correction_fraction"] <= 1
+def test_the_correction_reaches_the_loss(job, start, plain):
+    loss = LossConfig(name="dapo", correction={"name": "token_truncate", "high": 1.5})
+    rows, credit = job(loss)
+    unlikely = [{"behavior_logprobs": [-30.0] * len(row.sequence.tokens)} for row in rows]
+    rows = [
+        row._replace(sequence=row.sequence.model_copy(update=each)) for row, each in zip(rows, unlikely, strict=True)
+    ]
+    learner = Learner(MODEL, loss, SGD, packing=False, microbatch_tokens=128)
+    params, metrics = learner.learn(rows, credit, on_device(start))
+    assert metrics["correction_weight_mean"] == 1.5 and metrics["correction_fraction"] == 1.0
+    expected = jax.tree.map(lambda old, new: old + 1.5 * (np.asarray(new) - old), start, plain[0])
+    assert difference(params, expected) <= 1e-5 * difference(plain[0], start)
 
 
 def echo(params, tokens, positions):

@@ -176,6 +176,7 @@ def test_groups_are_compared_by_the_rewards_that_are_trained(make_group):
     assert collect_rewards(groups[::3], LossConfig()).metrics == {}
     long = LossConfig(max_completion_tokens=4, overlong_buffer_tokens=2)
     assert group_rewards(groups[:1], long) == [(1.5, 3.0)]
+    assert group_rewards([], summed) == []
 
 
 def test_only_the_own_answers_have_a_length_to_be_paid_for(make_group, make_sequence):
