@@ -14,11 +14,7 @@ from jaxft.files import home_path
 from jaxft.harness.commands import dry_run, finetune, resume
 from jaxft.harness.config_help import help_text
 from jaxft.harness.new_agent import write_agent
-from jaxft.harness.runtime import (
-    complain,
-    run_main,
-    run_parsed,
-)
+from jaxft.harness.runtime import complain, run_main, run_parsed
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.harness.verbs import (
     OptionParser,

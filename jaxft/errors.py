@@ -29,8 +29,8 @@ class ConfigError(JaxftError, ValueError):
 
     exit_code = 2
 
-    def __init__(self, faults: Sequence[str], source: str | None = None) -> None:
-        self.faults = tuple(faults)
+    def __init__(self, faults: str | Sequence[str], source: str | None = None) -> None:
+        self.faults = (faults,) if isinstance(faults, str) else tuple(faults)
         if source is None:
             super().__init__("\n".join(self.faults))
         else:

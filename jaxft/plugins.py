@@ -37,6 +37,6 @@ def plugins(group: str) -> dict[str, Any]:
                 found[entry.name] = entry.load()
         except UserCodeError as failure:
             raise ConfigError(
-                [f"entry point '{entry.name}' ({entry.value}) cannot be imported:{failure.where}"]
+                f"entry point '{entry.name}' ({entry.value}) cannot be imported:{failure.where}"
             ) from failure.error
     return found

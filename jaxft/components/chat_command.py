@@ -191,13 +191,13 @@ def load_functions(file: Path) -> dict[str, Callable[..., Any]]:
         ConfigError: the file cannot be imported, or defines none.
     """
     if not file.is_file():
-        raise ConfigError([f"{file}: is no file of Python functions"])
+        raise ConfigError(f"{file}: is no file of Python functions")
     import_module(str(file.absolute()))
     module = vars(sys.modules[file.stem])
     own = {name: each for name, each in module.items() if inspect.isfunction(each) and each.__module__ == file.stem}
     functions: dict[str, Any] = {name: each for name, each in own.items() if not name.startswith("_")}
     if not functions:
-        raise ConfigError([f"{file}: holds no tool; write a function whose name does not begin with '_': {WANTED}"])
+        raise ConfigError(f"{file}: holds no tool; write a function whose name does not begin with '_': {WANTED}")
     return functions
 
 
@@ -214,7 +214,7 @@ def tool_schema(name: str, function: Callable[..., Any]) -> Tool:
     except Exception as error:  # of the hints and docstring of the user, in the classes of transformers
         code = inspect.unwrap(function).__code__
         place = f"{code.co_filename}:{code.co_firstlineno}"
-        raise ConfigError([f"{place}: the function '{name}' cannot be a tool: {error}; {WANTED}"]) from error
+        raise ConfigError(f"{place}: the function '{name}' cannot be a tool: {error}; {WANTED}") from error
     return {**schema, "function": {**schema["function"], "name": name}}
 
 

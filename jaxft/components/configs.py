@@ -24,32 +24,29 @@ class MeshConfig(ConfigModel):
     parameter that does not divide is copied, with a warning.
     """
 
-    data: int = Field(default=-1, description="Devices that split rows and copy parameters; -1: all that are left.")
-    fsdp: int = Field(
-        default=1, description="Devices that split rows, parameters and optimizer state; -1: all that are left."
-    )
-    tensor: int = Field(
-        default=1, description="Devices that split heads and feed-forward width; -1: all that are left."
-    )
-    expert: int = Field(default=1, ge=1, description="Devices that split rows, and the experts of a mixture.")
+    data: int = -1
+    """Devices that split rows and copy parameters; -1: all that are left."""
+    fsdp: int = 1
+    """Devices that split rows, parameters and optimizer state; -1: all that are left."""
+    tensor: int = 1
+    """Devices that split heads and feed-forward width; -1: all that are left."""
+    expert: int = Field(default=1, ge=1)
+    """Devices that split rows, and the experts of a mixture."""
 
 
 class LoraConfig(ConfigModel):
     """Low-rank adapters (arXiv 2106.09685) beside the kernels of a frozen model."""
 
-    rank: int = Field(default=8, ge=1, description="Rank of each adapter.")
-    alpha: float = Field(
-        default=16.0, gt=0.0, allow_inf_nan=False, description="Scale of an adapter's output, divided by rank."
-    )
-    targets: tuple[str, ...] = Field(
-        default=("*_proj",), description="Projections that get an adapter, by name or path: q_proj, self_attn/*."
-    )
-    use_rslora: bool = Field(
-        default=False, description="Divide alpha by the square root of rank instead (arXiv 2312.03732)."
-    )
-    path: PathOrName | None = Field(
-        default=None, description="Folder of adapters in PEFT's format, with their own settings; null: new adapters."
-    )
+    rank: int = Field(default=8, ge=1)
+    """Rank of each adapter."""
+    alpha: float = Field(default=16.0, gt=0.0, allow_inf_nan=False)
+    """Scale of an adapter's output, divided by rank."""
+    targets: tuple[str, ...] = ("*_proj",)
+    """Projections that get an adapter, by name or path: q_proj, self_attn/*."""
+    use_rslora: bool = False
+    """Divide alpha by the square root of rank instead (arXiv 2312.03732)."""
+    path: PathOrName | None = None
+    """Folder of adapters in PEFT's format, with their own settings; null: new adapters."""
 
     @model_validator(mode="after")
     def _has_targets(self) -> "LoraConfig":
@@ -68,7 +65,7 @@ SNAPSHOT_EVERY = 10
 """Versions of a policy after which a snapshot of it is replaced, unless the configuration says otherwise."""
 
 
-class LocalPolicyConfig(LLMConfig, name="local_policy"):
+class LocalPolicyConfig(LLMConfig, name="local_policy", factory="jaxft.components.local_policy:local_policy"):
     """A model in this process: a Hugging Face checkpoint, random weights in the shape of a preset, or a snapshot.
 
     A snapshot is an earlier version of another policy. It is never trained, and has all fields of that policy but those
@@ -77,105 +74,71 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
 
     module = "jaxft.components.local_policy"
 
-    path: PathOrName | None = Field(
-        default=None, description="Folder, GGUF file or hub id of a model; null: random weights of preset's shape."
-    )
-    preset: str | None = Field(
-        default=None, description="Shape of random weights, such as qwen3-1m; null: path decides it."
-    )
-    tokenizer: PathOrName | None = Field(
-        default=None, description="Folder, GGUF file or hub id of a tokenizer; null: the model's, or a token per byte."
-    )
-    ignored_keys: tuple[str, ...] = Field(
-        default=(),
-        description="Keys of the checkpoint's config.json that change no arithmetic, though jaxft does not know them.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "int8"] = Field(
-        default="auto",
-        description="Type of the parameters. auto: float32, but bfloat16 for the frozen base of adapters on GPUs and "
-        "TPUs. int8, with lora: the kernels of the frozen base, to train and to sample with; its rest is as with auto.",
-    )
-    compute_dtype: Literal["auto", "float32", "bfloat16"] | None = Field(
-        default="auto",
-        description="Type of products, activations, keys and values, and of the weights to sample with. auto: bfloat16 "
-        "on GPUs and TPUs, that of the parameters on CPUs. null: that of the parameters.",
-    )
-    sampling_dtype: Literal["int8", "fp8"] | None = Field(
-        default=None,
-        description="Type of the kernels to sample with, made of the parameters after each update, with a scale for "
-        "each output channel; embedding, head, norms, routers, activations, keys and values stay in compute_dtype. "
-        "null: compute_dtype.",
-    )
-    quantize_head: bool = Field(
-        default=False,
-        description="With sampling_dtype: the head to sample with is of that type, too. If it is tied to the "
-        "embedding, it is a copy, and tokens are looked up in compute_dtype.",
-    )
-    kv_cache_dtype: Literal["fp8"] | None = Field(
-        default=None,
-        description="With sampling_dtype: type of keys and values, without a scale. null: compute_dtype.",
-    )
-    remat: Literal["auto", "none", "dots", "projections", "attention", "full", "least"] = Field(
-        default="auto",
-        description="Activations that the backward pass computes again to save memory. none: none. dots: all but "
-        "products with weights and attention. projections: all but attention and its projections. attention: all but "
-        "attention. full: whole layers. least: whole layers and logits, with the layers in a loop. auto: the first of "
-        "these, on TPUs from dots on, whose compiled update fits the device's memory; dots on CPUs.",
-    )
-    mesh: MeshConfig | None = Field(
-        default=None, description="Devices that share the model, rows and requests; null: the first device."
-    )
-    sampler_mesh: MeshConfig | None = Field(
-        default=None,
-        description="Devices that sample alone: those behind the devices of mesh (or behind the first one), which then "
-        "train alone. Each version of the weights is sent to them once. One of the two meshes may take all devices "
-        "that are left. It pays with max_staleness above 0, as the others would wait. null: those of mesh do both.",
-    )
-    lora: LoraConfig | None = Field(
-        default=None, description="Low-rank adapters, which alone are trained; null: all parameters are."
-    )
-    max_context_tokens: int = Field(
-        default=512, ge=2, description="Tokens of the longest conversation, answers included."
-    )
-    slots: int = Field(default=64, ge=1, description="Requests that are decoded at the same time.")
-    cache_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Tokens whose keys and values fit in the cache: those of all requests that are decoded, and of "
-        "prompts kept for other generations and next turns. With fewer, requests wait for pages of 64 tokens; null: "
-        "slots x max_context_tokens.",
-    )
-    long_prompts: Literal["fail", "drop", "truncate_left"] = Field(
-        default="fail",
-        description="Treatment of a prompt that leaves no room in max_context_tokens for an answer. fail: the call "
-        "raises an error, and the episode fails unless it catches that. drop: the same, but a training episode counts "
-        "in dropped_episodes and not as failed. truncate_left: the prompt loses its first tokens, until max_tokens or "
-        "half of the context is left for the answer (truncated_prompts counts such calls).",
-    )
-    snapshot_of: LLMRef | None = Field(
-        default=None,
-        description="Policy that this model is an earlier version of, as an opponent that is not trained: an entry of "
-        "llms of type local_policy. Beside it there may be every, slots, max_context_tokens, cache_tokens and "
-        "long_prompts, the last four of which are the policy's by default; all other fields are the policy's. null: a "
-        "model of its own.",
-    )
+    path: PathOrName | None = None
+    """Folder, GGUF file or hub id of a model; null: random weights of preset's shape."""
+    preset: str | None = None
+    """Shape of random weights, such as qwen3-1m; null: path decides it."""
+    tokenizer: PathOrName | None = None
+    """Folder, GGUF file or hub id of a tokenizer; null: the model's, or a token per byte."""
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of the checkpoint's config.json that change no arithmetic, though jaxft does not know them."""
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Type of the parameters. auto: float32, but bfloat16 for the frozen base of adapters on GPUs and TPUs. int8,
+    with lora: the kernels of the frozen base, to train and to sample with; its rest is as with auto."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] | None = "auto"
+    """Type of products, activations, keys and values, and of the weights to sample with. auto: bfloat16 on GPUs and
+    TPUs, that of the parameters on CPUs. null: that of the parameters."""
+    sampling_dtype: Literal["int8", "fp8"] | None = None
+    """Type of the kernels to sample with, made of the parameters after each update, with a scale for each output
+    channel; embedding, head, norms, routers, activations, keys and values stay in compute_dtype. null:
+    compute_dtype."""
+    quantize_head: bool = False
+    """With sampling_dtype: the head to sample with is of that type, too. If it is tied to the embedding, it is a
+    copy, and tokens are looked up in compute_dtype."""
+    kv_cache_dtype: Literal["fp8"] | None = None
+    """With sampling_dtype: type of keys and values, without a scale. null: compute_dtype."""
+    remat: Literal["auto", "none", "dots", "projections", "attention", "full", "least"] = "auto"
+    """Activations that the backward pass computes again to save memory. none: none. dots: all but products with
+    weights and attention. projections: all but attention and its projections. attention: all but attention. full:
+    whole layers. least: whole layers and logits, with the layers in a loop. auto: the first of these, on TPUs from
+    dots on, whose compiled update fits the device's memory; dots on CPUs."""
+    mesh: MeshConfig | None = None
+    """Devices that share the model, rows and requests; null: the first device."""
+    sampler_mesh: MeshConfig | None = None
+    """Devices that sample alone: those behind the devices of mesh (or behind the first one), which then train alone.
+    Each version of the weights is sent to them once. One of the two meshes may take all devices that are left. It
+    pays with max_staleness above 0, as the others would wait. null: those of mesh do both."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters, which alone are trained; null: all parameters are."""
+    max_context_tokens: int = Field(default=512, ge=2)
+    """Tokens of the longest conversation, answers included."""
+    slots: int = Field(default=64, ge=1)
+    """Requests that are decoded at the same time."""
+    cache_tokens: int | None = Field(default=None, ge=1)
+    """Tokens whose keys and values fit in the cache: those of all requests that are decoded, and of prompts kept for
+    other generations and next turns. With fewer, requests wait for pages of 64 tokens; null: slots x
+    max_context_tokens."""
+    long_prompts: Literal["fail", "drop", "truncate_left"] = "fail"
+    """Treatment of a prompt that leaves no room in max_context_tokens for an answer. fail: the call raises an error,
+    and the episode fails unless it catches that. drop: the same, but a training episode counts in dropped_episodes
+    and not as failed. truncate_left: the prompt loses its first tokens, until max_tokens or half of the context is
+    left for the answer (truncated_prompts counts such calls)."""
+    snapshot_of: LLMRef | None = None
+    """Policy that this model is an earlier version of, as an opponent that is not trained: an entry of llms of type
+    local_policy. Beside it there may be every, slots, max_context_tokens, cache_tokens and long_prompts, the last
+    four of which are the policy's by default; all other fields are the policy's. null: a model of its own."""
     every: int | None = Field(
         default=None,
         ge=1,
         description="With snapshot_of: the snapshot becomes the policy whenever the policy's version, which grows by 1 "
         f"with each job that makes an update, is a multiple of this number; null: {SNAPSHOT_EVERY}.",
     )
-    adapter: PathOrName | None = Field(
-        default=None,
-        description="With snapshot_of: folder of LoRA adapters in PEFT's format. This model is then that one, which is "
-        "not trained and on one device, with these adapters beside its weights, in one batch with its requests. Beside "
-        "it there may be long_prompts. null: an earlier version of it.",
-    )
-    serve: ServeConfig | None = Field(
-        default=None,
-        description="Address under which the run serves its language models, by their names, as long as it runs; null: "
-        "none.",
-    )
+    adapter: PathOrName | None = None
+    """With snapshot_of: folder of LoRA adapters in PEFT's format. This model is then that one, which is not trained
+    and on one device, with these adapters beside its weights, in one batch with its requests. Beside it there may be
+    long_prompts. null: an earlier version of it."""
+    serve: ServeConfig | None = None
+    """Address under which the run serves its language models, by their names, as long as it runs; null: none."""
 
     @property
     def served_at(self) -> ServeConfig | None:
@@ -274,65 +237,50 @@ class LocalPolicyConfig(LLMConfig, name="local_policy"):
         return found
 
 
-class OpenAILLMConfig(LLMConfig, name="openai"):
+class OpenAILLMConfig(LLMConfig, name="openai", factory="jaxft.rollout.remote:openai_llm", install="openai"):
     """A model on a server that speaks OpenAI's API, for judges, simulated users and helpers.
 
     Its calls are recorded in the episode, but never trained.
     """
 
-    model: str = Field(min_length=1, description="Name of the model on the server.")
-    base_url: HTTPAddress | None = Field(
-        default=None,
-        description="Address that /chat/completions is added to, as in http://localhost:8000/v1; null: the environment "
-        "variable OPENAI_BASE_URL, or else OpenAI's own.",
-    )
-    api_key: SecretStr | None = Field(
-        default=None,
-        description="Key of the server; servers without keys take any text. null: the environment variable "
-        "OPENAI_API_KEY.",
-    )
-    max_retries: int = Field(
-        default=2,
-        ge=0,
-        description="Times that a request is repeated, with growing pauses, after it could not be sent, timed out, or "
-        "had the status 408, 409, 429 or 5xx.",
-    )
-    timeout_seconds: float = Field(
-        default=600.0,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="Seconds that each attempt may wait for the server to accept a connection, or to send something.",
-    )
+    model: str = Field(min_length=1)
+    """Name of the model on the server."""
+    base_url: HTTPAddress | None = None
+    """Address that /chat/completions is added to, as in http://localhost:8000/v1; null: the environment variable
+    OPENAI_BASE_URL, or else OpenAI's own."""
+    api_key: SecretStr | None = None
+    """Key of the server; servers without keys take any text. null: the environment variable OPENAI_API_KEY."""
+    max_retries: int = Field(default=2, ge=0)
+    """Times that a request is repeated, with growing pauses, after it could not be sent, timed out, or had the
+    status 408, 409, 429 or 5xx."""
+    timeout_seconds: float = Field(default=600.0, gt=0.0, allow_inf_nan=False)
+    """Seconds that each attempt may wait for the server to accept a connection, or to send something."""
 
 
-class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapter"):
+class LocalTrainerAdapterConfig(
+    TrainerAdapterConfig, name="local_trainer_adapter", factory="jaxft.components.local_adapter:local_trainer_adapter"
+):
     """Trains a local_policy in this process."""
 
-    llm: LLMRef = Field(description="Policy to train: an entry of llms of type local_policy.")
-    loss: LossConfig = Field(default=LossConfig(), description="Loss, advantage estimator, KL and penalties.")
-    optimizer: OptimizerConfig = Field(
-        default=OptimizerConfig(), description="Optimizer, schedule and gradient clipping."
-    )
-    microbatch_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Maximum number of tokens, padding included, in one forward and backward pass. null: 8192, or 1024 "
-        "on CPUs.",
-    )
-    packing: bool | None = Field(
-        default=None,
-        description="true: several short sequences share a row, and long prompts are computed once for all their "
-        "answers. false: each sequence has a row, and rows of similar "
-        "length share a microbatch. null: true, except where only rows of one sequence have a fused attention kernel: "
-        "on GPUs with a sliding window.",
-    )
-    routing_replay: bool = Field(
-        default=True,
-        description="Scores and updates of a mixture of experts route each token to the experts that it had while it "
-        "was sampled. false: they route anew.",
-    )
-    num_minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass over a job's trajectories.")
-    num_iterations: int = Field(default=1, ge=1, description="Passes over the trajectories of a job.")
+    llm: LLMRef
+    """Policy to train: an entry of llms of type local_policy."""
+    loss: LossConfig = LossConfig()
+    """Loss, advantage estimator, KL and penalties."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer, schedule and gradient clipping."""
+    microbatch_tokens: int | None = Field(default=None, ge=1)
+    """Maximum number of tokens, padding included, in one forward and backward pass. null: 8192, or 1024 on CPUs."""
+    packing: bool | None = None
+    """true: several short sequences share a row, and long prompts are computed once for all their answers. false:
+    each sequence has a row, and rows of similar length share a microbatch. null: true, except where only rows of one
+    sequence have a fused attention kernel: on GPUs with a sliding window."""
+    routing_replay: bool = True
+    """Scores and updates of a mixture of experts route each token to the experts that it had while it was sampled.
+    false: they route anew."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass over a job's trajectories."""
+    num_iterations: int = Field(default=1, ge=1)
+    """Passes over the trajectories of a job."""
 
     @property
     def has_own_reference(self) -> bool:
@@ -427,47 +375,44 @@ class LocalTrainerAdapterConfig(TrainerAdapterConfig, name="local_trainer_adapte
         return self
 
 
-class GRPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="grpo_trajectory_builder"):
+class GRPOTrajectoryBuilderConfig(
+    TrajectoryBuilderConfig, name="grpo_trajectory_builder", factory="jaxft.components.grpo:grpo_trajectory_builder"
+):
     """Groups of episodes, one group per example."""
 
-    num_generations: int = Field(default=8, ge=1, description="Episodes per example, which form its group.")
-    failed_reward: float | None = Field(
-        default=None,
-        allow_inf_nan=False,
-        description="Reward of an episode whose agent raised an error after an answer of the policy, as agents do that "
-        "cannot read an answer; such episodes are then trained, unless it was a time-out. null: they are left out.",
-    )
+    num_generations: int = Field(default=8, ge=1)
+    """Episodes per example, which form its group."""
+    failed_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """Reward of an episode whose agent raised an error after an answer of the policy, as agents do that cannot read
+    an answer; such episodes are then trained, unless it was a time-out. null: they are left out."""
 
 
-class LoggedTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="logged_trajectory_builder"):
+class LoggedTrajectoryBuilderConfig(
+    TrajectoryBuilderConfig,
+    name="logged_trajectory_builder",
+    factory="jaxft.components.logged_builder:logged_trajectory_builder",
+):
     """Rows of the data set as trajectories: logged conversations or preferences, for sft, dpo and offline losses."""
 
     needs_reward = False
 
-    llm: LLMRef = Field(description="Policy that is trained, whose chat template writes the rows.")
-    trained: Literal["answers", "last_answer"] = Field(
-        default="answers",
-        description="Messages that are trained. answers: all of the assistant, but those with a weight of 0. "
-        "last_answer: the last one.",
-    )
-    long_rows: Literal["error", "drop", "truncate"] = Field(
-        default="error",
-        description="Rows longer than the context. error: they are refused. drop: they are left out, and counted. "
-        "truncate: their ends are cut off.",
-    )
+    llm: LLMRef
+    """Policy that is trained, whose chat template writes the rows."""
+    trained: Literal["answers", "last_answer"] = "answers"
+    """Messages that are trained. answers: all of the assistant, but those with a weight of 0. last_answer: the last
+    one."""
+    long_rows: Literal["error", "drop", "truncate"] = "error"
+    """Rows longer than the context. error: they are refused. drop: they are left out, and counted. truncate: their
+    ends are cut off."""
 
 
 class EarlyStopConfig(ConfigModel):
     """Early stopping of a run by its mean reward: the validation reward, or without validation the training reward."""
 
-    target_reward: float | None = Field(
-        default=None, allow_inf_nan=False, description="Mean reward at which the run ends; null: no target."
-    )
-    patience: int | None = Field(
-        default=None,
-        ge=1,
-        description="Number of mean rewards in a row without a gain after which the run ends; null: no limit.",
-    )
+    target_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """Mean reward at which the run ends; null: no target."""
+    patience: int | None = Field(default=None, ge=1)
+    """Number of mean rewards in a row without a gain after which the run ends; null: no limit."""
 
 
 CALLBACK_KEYWORDS = {"on_trajectories": ("trajectories", "epoch"), "on_epoch_end": ("metrics", "epoch")}
@@ -477,23 +422,17 @@ CALLBACK_KEYWORDS = {"on_trajectories": ("trajectories", "epoch"), "on_epoch_end
 class LoggedTrainerConfig(TrainerConfig):
     """Settings of both trainers, GRPO's and DPO's."""
 
-    max_failed_fraction: float = Field(
-        default=0.5, gt=0.0, le=1.0, description="Maximum fraction of failed episodes in a collection."
-    )
-    max_bad_updates: int = Field(
-        default=3, ge=1, description="Number of non-finite updates in a row that ends the run."
-    )
-    on_trajectories: NamedFunction | None = Field(
-        default=None,
-        description="Function as module:name that sees the trajectories of each epoch before they are trained, and "
-        "must not change them. It gets trajectories (a list of groups) and epoch by its parameters; numbers that it "
-        "returns by name are metrics of the epoch. null: none.",
-    )
-    on_epoch_end: NamedFunction | None = Field(
-        default=None,
-        description="Function as module:name that is called after each epoch, with epoch and metrics by its "
-        "parameters; numbers that it returns by name are further metrics. null: none.",
-    )
+    max_failed_fraction: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Maximum fraction of failed episodes in a collection."""
+    max_bad_updates: int = Field(default=3, ge=1)
+    """Number of non-finite updates in a row that ends the run."""
+    on_trajectories: NamedFunction | None = None
+    """Function as module:name that sees the trajectories of each epoch before they are trained, and must not change
+    them. It gets trajectories (a list of groups) and epoch by its parameters; numbers that it returns by name are
+    metrics of the epoch. null: none."""
+    on_epoch_end: NamedFunction | None = None
+    """Function as module:name that is called after each epoch, with epoch and metrics by its parameters; numbers
+    that it returns by name are further metrics. null: none."""
 
     @field_validator("on_trajectories", "on_epoch_end")
     @classmethod
@@ -506,48 +445,30 @@ class LoggedTrainerConfig(TrainerConfig):
         return function
 
 
-class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
+class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer", factory="jaxft.components.grpo:grpo_trainer"):
     """One collection and one training job per epoch."""
 
-    examples_per_update: int | None = Field(
-        default=None,
-        ge=1,
-        description="Examples of an epoch; each pass over the data has all of them once, in a new order. null: all.",
-    )
-    max_staleness: int = Field(
-        default=0,
-        ge=0,
-        description="Policy versions that episodes may be behind when they are trained. 0: a collection and its job "
-        "take turns. 1: the next collection is sampled beside each job, with the weights from before it; equal runs "
-        "stay equal, bit for bit. 2 or more: groups that take long are carried over to later jobs, up to so many; "
-        "equal runs then differ.",
-    )
-    in_flight: Literal["finish", "continue"] = Field(
-        default="finish",
-        description="With max_staleness of 2 or more, requests that run when the weights change. finish: they end with "
-        "the weights that they began with, and others wait. continue: they go on with the new weights, and each token "
-        "has its version.",
-    )
-    partial_rollout_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="With max_staleness of 1 or more: tokens that an answer gets in a collection; its group is then "
-        "carried over to the next one, at most max_staleness times. A collection and its job take turns, and equal "
-        "runs stay equal if an agent's calls are one after another, or all at once. null: answers end in their "
-        "collection.",
-    )
-    early_stop: EarlyStopConfig = Field(
-        default=EarlyStopConfig(), description="Conditions that end the run before num_epochs."
-    )
-    show_episodes_every: int = Field(
-        default=10, ge=0, description="Epochs between sample episodes on the console; 0: none."
-    )
-    save_episodes: Literal["shown", "some", "all"] = Field(
-        default="some",
-        description="Episodes that trajectories/samples.jsonl keeps; the entropies of their tokens take one more "
-        "forward pass over them. shown: those on the console. some: of each epoch those of lowest, "
-        "median and highest reward, and the first that failed. all: every episode, failed ones included.",
-    )
+    examples_per_update: int | None = Field(default=None, ge=1)
+    """Examples of an epoch; each pass over the data has all of them once, in a new order. null: all."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Policy versions that episodes may be behind when they are trained. 0: a collection and its job take turns. 1:
+    the next collection is sampled beside each job, with the weights from before it; equal runs stay equal, bit for
+    bit. 2 or more: groups that take long are carried over to later jobs, up to so many; equal runs then differ."""
+    in_flight: Literal["finish", "continue"] = "finish"
+    """With max_staleness of 2 or more, requests that run when the weights change. finish: they end with the weights
+    that they began with, and others wait. continue: they go on with the new weights, and each token has its version."""
+    partial_rollout_tokens: int | None = Field(default=None, ge=1)
+    """With max_staleness of 1 or more: tokens that an answer gets in a collection; its group is then carried over to
+    the next one, at most max_staleness times. A collection and its job take turns, and equal runs stay equal if an
+    agent's calls are one after another, or all at once. null: answers end in their collection."""
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+    """Conditions that end the run before num_epochs."""
+    show_episodes_every: int = Field(default=10, ge=0)
+    """Epochs between sample episodes on the console; 0: none."""
+    save_episodes: Literal["shown", "some", "all"] = "some"
+    """Episodes that trajectories/samples.jsonl keeps; the entropies of their tokens take one more forward pass over
+    them. shown: those on the console. some: of each epoch those of lowest, median and highest reward, and the first
+    that failed. all: every episode, failed ones included."""
 
     @model_validator(mode="after")
     def _has_requests_in_flight(self) -> "GRPOTrainerConfig":
@@ -564,41 +485,34 @@ class GRPOTrainerConfig(LoggedTrainerConfig, name="grpo_trainer"):
         return self
 
 
-class DPOTrajectoryBuilderConfig(TrajectoryBuilderConfig, name="dpo_trajectory_builder"):
+class DPOTrajectoryBuilderConfig(
+    TrajectoryBuilderConfig, name="dpo_trajectory_builder", factory="jaxft.components.dpo:dpo_trajectory_builder"
+):
     """Pairs of the candidates that the workflow gave to `jaxft.episode().record_candidates`."""
 
-    num_generations: int = Field(default=1, ge=1, description="Episodes of each example.")
-    exhaustive_pairs: bool = Field(
-        default=True, description="Pair all candidates of a decision; false: only the best with the worst."
-    )
-    min_score_diff: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="Minimum difference of the scores of a pair."
-    )
-    max_pairs_per_turn: int | None = Field(
-        default=None,
-        ge=1,
-        description="Maximum number of pairs per decision, those of the largest difference; null: no limit.",
-    )
-    reward_from_score_diff: bool = Field(
-        default=True, description="Reward a pair by the difference of its scores; otherwise by the higher score."
-    )
-    require_multiple_candidates: bool = Field(
-        default=True,
-        description="Compare candidates of one decision only; otherwise also those of other decisions of the example "
-        "with the same prompt.",
-    )
+    num_generations: int = Field(default=1, ge=1)
+    """Episodes of each example."""
+    exhaustive_pairs: bool = True
+    """Pair all candidates of a decision; false: only the best with the worst."""
+    min_score_diff: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Minimum difference of the scores of a pair."""
+    max_pairs_per_turn: int | None = Field(default=None, ge=1)
+    """Maximum number of pairs per decision, those of the largest difference; null: no limit."""
+    reward_from_score_diff: bool = True
+    """Reward a pair by the difference of its scores; otherwise by the higher score."""
+    require_multiple_candidates: bool = True
+    """Compare candidates of one decision only; otherwise also those of other decisions of the example with the same
+    prompt."""
 
 
-class DPOTrainerConfig(LoggedTrainerConfig, name="dpo_trainer"):
+class DPOTrainerConfig(LoggedTrainerConfig, name="dpo_trainer", factory="jaxft.components.dpo:dpo_trainer"):
     """Some collections of episodes, then `finetuning.num_epochs` training jobs on all their pairs."""
 
-    num_runs: int = Field(default=1, ge=1, description="Number of collections of episodes before training.")
-    deduplicate_pairs: bool = Field(
-        default=True, description="Train pairs that were collected several times only once."
-    )
-    max_pairs: int | None = Field(
-        default=None, ge=1, description="Maximum number of pairs to train, those of the highest reward; null: no limit."
-    )
-    continue_on_collection_error: bool = Field(
-        default=False, description="Leave out a collection that fails; false: it ends the run."
-    )
+    num_runs: int = Field(default=1, ge=1)
+    """Number of collections of episodes before training."""
+    deduplicate_pairs: bool = True
+    """Train pairs that were collected several times only once."""
+    max_pairs: int | None = Field(default=None, ge=1)
+    """Maximum number of pairs to train, those of the highest reward; null: no limit."""
+    continue_on_collection_error: bool = False
+    """Leave out a collection that fails; false: it ends the run."""

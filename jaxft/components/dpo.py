@@ -194,10 +194,10 @@ class DPOTrainer(LoggedTrainer):
         """
         if run_config.curriculum_learning.enabled:
             raise ConfigError(
-                ["finetuning.curriculum_learning.enabled: dpo_trainer collects before its epochs: set it to false"]
+                "finetuning.curriculum_learning.enabled: dpo_trainer collects before its epochs: set it to false"
             )
         if any(task.weight != 1.0 or task.curriculum_learning for task in run_config.per_task.values()):
-            raise ConfigError(["finetuning.per_task: dpo_trainer has no weights or curricula of tasks: take them out"])
+            raise ConfigError("finetuning.per_task: dpo_trainer has no weights or curricula of tasks: take them out")
         await super().initialize(run_config)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
@@ -231,12 +231,10 @@ class DPOTrainer(LoggedTrainer):
         self.log.timings[run_id] = {}
         seen = self._pairs
         await self.call_back(self.trainer_config.on_trajectories, run_id, trajectories=seen, epoch=epoch)
-        assert self.trainer_adapter is not None
         return await self.trainer_adapter.submit(TrajectoryCollection(trajectories=self._pairs, run_id=run_id))
 
     async def _collect_pairs(self, num_epochs: int) -> None:
         """Run the collections, with a checkpoint before each: they may take longer than the training."""
-        assert self.trajectory_builder is not None
         while len(self._collections) < self.trainer_config.num_runs and not self.is_stopping:
             await self.save(await self.validate(num_epochs), is_last=False)
             if self.is_stopping:

@@ -58,7 +58,7 @@ class ExampleOrder:
             if math.ceil(share) > len(ids[task]) and task is not None:
                 fault = f"has {len(ids[task])} rows, but a share of {float(share):g} of the {self.count} examples"
                 way = f"lower its weight, or examples_per_update to {most}" if ids[task] else "add some, or take it out"
-                raise ConfigError([f"finetuning.per_task.{task}: {fault} of an epoch: {way}"])
+                raise ConfigError(f"finetuning.per_task.{task}: {fault} of an epoch: {way}")
         self._choose = partial(_epochs, ids, shares, seed)
         self._kept, self._next = dict[int, list[str]](), enumerate(self._choose())
 

@@ -156,7 +156,7 @@ class GRPOTrainer(LoggedTrainer):
             trainer_adapter.samples_beside = False
             trajectory_builder.carry_over = tokens, self.trainer_config.max_staleness
         if fault is not None:
-            raise ConfigError([f"partial_rollout_tokens: is {tokens}, but {fault}"])
+            raise ConfigError(f"partial_rollout_tokens: is {tokens}, but {fault}")
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
         """Run all epochs and return the last status of each job.
@@ -168,7 +168,6 @@ class GRPOTrainer(LoggedTrainer):
             NoLearningSignal: no epoch made an update, and no target was reached.
             JobFailed: `max_bad_updates` updates in a row were not finite.
         """
-        assert self.trajectory_builder is not None and self.trainer_adapter is not None
         self.start(num_epochs)
         self._schedule = self._make_schedule(num_epochs)
         try:
@@ -192,7 +191,6 @@ class GRPOTrainer(LoggedTrainer):
         return GroupStream(self._collect_group, self, **options, state=self._restored_groups)
 
     async def _run_epochs(self, num_epochs: int, *, is_validated: bool) -> list[TrainingJobStatus]:
-        assert self.trainer_adapter is not None
         while True:
             validations = len(self.log.validations)
             score = await self.validate(num_epochs)
@@ -220,12 +218,11 @@ class GRPOTrainer(LoggedTrainer):
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Collect episodes and submit the groups that the curriculum keeps; None if nothing in them can be trained."""
-        assert self.trajectory_builder is not None
         message = self.log.console.message
         with self.collecting():
             collection = await self._schedule.take(epoch, run_id)
         self.check_collection(collection)
-        if self.run_config is not None and self.run_config.per_task:
+        if self.run_config.per_task:
             collection = self._with_tasks(collection)
         # A reward beyond float32 must not enter the metrics. Groups that are not chosen never reach the adapter.
         check_rewards(trajectory for group in collection.trajectories for trajectory in group)
@@ -249,9 +246,8 @@ class GRPOTrainer(LoggedTrainer):
                 "curriculum_groups": len(chosen.trajectories),
                 "curriculum_dropped_groups": len(state["dropped_groups"]),
             }
-            if self.run_config is not None:
-                tasks, chosen_of = tasks_of(self.run_config), Counter(group[0].task for group in chosen.trajectories)
-                metrics |= {f"{tasks.key}={name}/curriculum_groups": chosen_of[name] for name in tasks.configs}
+            tasks, chosen_of = tasks_of(self.run_config), Counter(group[0].task for group in chosen.trajectories)
+            metrics |= {f"{tasks.key}={name}/curriculum_groups": chosen_of[name] for name in tasks.configs}
             if chosen_rewards:
                 metrics["reward_mean_chosen"] = sum(chosen_rewards) / len(chosen_rewards)
         self.trajectory_builder.log_progress(run_id, metrics)
@@ -267,7 +263,6 @@ class GRPOTrainer(LoggedTrainer):
             said = "; ".join(filter(None, [why, "nothing was trained", cause]))
             self.nothing_was_learned(run_id, said, lacks_signal=lacks_signal and not cause)
             return None
-        assert self.trainer_adapter is not None
         try:
             return await self.trainer_adapter.submit(chosen.model_copy(update={"kept_episodes": kept}))
         except NothingToTrain as error:
@@ -276,7 +271,6 @@ class GRPOTrainer(LoggedTrainer):
 
     def _with_tasks(self, collection: TrajectoryCollection) -> TrajectoryCollection:
         """Return the collection with the task of each trajectory, and metrics of each task."""
-        assert self.trajectory_builder is not None and self.run_config is not None
         tasks, evaluation = tasks_of(self.run_config), self.trajectory_builder.evaluation
         by_id = {item.id: tasks.of(item) for item in self.trajectory_builder.examples}
         groups = [
@@ -300,12 +294,10 @@ class GRPOTrainer(LoggedTrainer):
 
     async def hold(self) -> None:
         """Let the adapter sample with the present weights until the next call, whatever is trained."""
-        assert self.trainer_adapter is not None
         await self.trainer_adapter.pin_weights(finishes_requests=self.trainer_config.in_flight == "finish")
 
     async def release(self) -> None:
         """Let the adapter sample with the newest weights."""
-        assert self.trainer_adapter is not None
         await self.trainer_adapter.release_weights()
 
     async def _collect_epoch(self, epoch: int) -> TrajectoryCollection:
@@ -334,7 +326,6 @@ class GRPOTrainer(LoggedTrainer):
 
     @cached_property
     def _order(self) -> ExampleOrder:
-        assert self.trajectory_builder is not None and self.run_config is not None
         tasks, weights = tasks_of(self.run_config), dict[str | None, float]({None: 1.0})
         if tasks.configs:
             weights = {name: config.weight for name, config in tasks.configs.items()}
@@ -345,12 +336,10 @@ class GRPOTrainer(LoggedTrainer):
 
     @property
     def _example_ids(self) -> list[str]:
-        assert self.trajectory_builder is not None
         return [item.id for item in self.trajectory_builder.examples]
 
     def _next_examples(self, epoch: int) -> dict[str, Any]:
         """Return the ids of an epoch's examples, for the `meta` of `start_run`; empty for all examples."""
-        assert self.run_config is not None
         is_whole = self._order.count == len(self._example_ids) and not self.run_config.per_task
         return {} if is_whole else {"example_ids": self._order.examples(epoch)}
 

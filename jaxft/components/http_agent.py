@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from pydantic import Field, SecretStr
+from pydantic import SecretStr
 
 from jaxft.errors import ConfigError
 from jaxft.harness.addresses import HTTPAddress
@@ -24,20 +24,19 @@ CONNECT_SECONDS = 10.0
 """Time that connecting to the agent may take."""
 
 
-class HTTPAgentConfig(WorkflowConfig, name="http_agent"):
+class HTTPAgentConfig(WorkflowConfig, name="http_agent", factory="jaxft.components.http_agent:http_agent"):
     """An agent at an address, which is posted each example with a base URL of its episode, and answers with its output.
 
     The body of the request is JSON: `example` (the row of the dataset), `base_url`, `api_key` and `model` for its calls
     of the language model, `episode` (a name) and `seed` (a number that is the same when the episode is repeated).
     """
 
-    url: HTTPAddress = Field(description="Address of the agent, as in http://localhost:9000/episode.")
-    llm: LLMRef | None = Field(
-        default=None, description="Entry of llms that the agent is told as its model; null: the only one."
-    )
-    api_key: SecretStr | None = Field(
-        default=None, description="Key that is sent to the agent, as Authorization: Bearer KEY; null: none."
-    )
+    url: HTTPAddress
+    """Address of the agent, as in http://localhost:9000/episode."""
+    llm: LLMRef | None = None
+    """Entry of llms that the agent is told as its model; null: the only one."""
+    api_key: SecretStr | None = None
+    """Key that is sent to the agent, as Authorization: Bearer KEY; null: none."""
 
 
 async def http_agent(
@@ -51,7 +50,7 @@ async def http_agent(
     """
     llms = list(builder.config.llms)
     if config.llm is None and len(llms) != 1:
-        raise ConfigError([f"workflow.llm: is null: name one of the {len(llms)} entries of llms: {', '.join(llms)}"])
+        raise ConfigError(f"workflow.llm: is null: name one of the {len(llms)} entries of llms: {', '.join(llms)}")
     model = llms[0] if config.llm is None else config.llm
     await builder.get_server_url()
     http: Any = http_library()

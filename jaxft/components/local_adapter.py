@@ -50,15 +50,7 @@ from jaxft.training.advantages import gather, group_rewards, with_usable_rewards
 from jaxft.training.config import SELF_TEACHERS
 from jaxft.training.job_records import BadBatches, KeptTokens
 from jaxft.training.learner import Learner
-from jaxft.training.memory import (
-    choose_remat,
-    disk_bytes,
-    memory_advice,
-    memory_errors,
-    peak,
-    peak_bytes,
-    run_memory,
-)
+from jaxft.training.memory import choose_remat, disk_bytes, memory_advice, memory_errors, peak, peak_bytes, run_memory
 from jaxft.training.rows import job_digests
 from jaxft.training.self_distillation import with_teacher_rows
 
@@ -132,7 +124,7 @@ class LocalTrainerAdapter(TrainerAdapter):
         try:
             return self._make_learner(max_staleness=self.max_staleness)
         except ValueError as error:
-            raise ConfigError([f"finetuning.trainer_adapter: {error}"]) from error
+            raise ConfigError(f"finetuning.trainer_adapter: {error}") from error
 
     async def initialize(self, run_config: FinetuneConfig) -> None:
         """Store the run's configuration, make the learner, and choose the checkpoint policy if it is left open.
@@ -144,10 +136,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         await super().initialize(run_config)
         if run_config.target_model not in (None, self.adapter_config.llm):
             raise ConfigError(
-                [
-                    f"finetuning.target_model: is '{run_config.target_model}', but the adapter trains "
-                    f"'{self.adapter_config.llm}'"
-                ]
+                f"finetuning.target_model: is '{run_config.target_model}', but the adapter trains "
+                f"'{self.adapter_config.llm}'"
             )
         learner = self.learner
         if self._chooses_remat:
@@ -169,14 +159,12 @@ class LocalTrainerAdapter(TrainerAdapter):
         loss = self.adapter_config.loss
         if not loss.is_policy_loss:
             raise ConfigError(
-                [f"max_staleness: is {max_staleness}, but loss {loss.name!r} has no correction: set it to 0"]
+                f"max_staleness: is {max_staleness}, but loss {loss.name!r} has no correction: set it to 0"
             )
         if max_staleness > 1 and not process_group().is_alone:
             raise ConfigError(
-                [
-                    f"max_staleness: is {max_staleness}, but which episodes end first differs between processes: "
-                    "set it to 1 or 0"
-                ]
+                f"max_staleness: is {max_staleness}, but which episodes end first differs between processes: "
+                "set it to 1 or 0"
             )
         self.max_staleness, self.samples_beside = max_staleness, True
         self._check_correction("max_staleness", max_staleness, "earlier weights'")
@@ -191,10 +179,8 @@ class LocalTrainerAdapter(TrainerAdapter):
         function, is_uncorrected = loss.function, loss.correction is None and not loss.has_ratio
         if function is not None and is_uncorrected and not function.takes("policy_weights"):
             raise ConfigError(
-                [
-                    f"{field}: is {value}, but {function.place} takes neither old_logprobs nor policy_weights, by "
-                    "which a loss is corrected: take one, or set loss.correction to {name: none}"
-                ]
+                f"{field}: is {value}, but {function.place} takes neither old_logprobs nor policy_weights, by "
+                "which a loss is corrected: take one, or set loss.correction to {name: none}"
             )
         if loss.correction is not None and loss.correction.name == "none":
             self._warn(

@@ -177,7 +177,7 @@ def check_loss(name: str, policy: LocalPolicyConfig, config: Config) -> None:
         try:
             make_loss(adapter.loss.for_context(policy.max_context_tokens))
         except ValueError as error:
-            raise ConfigError([f"trainer_adapters.{chosen}.loss: {error}"]) from error
+            raise ConfigError(f"trainer_adapters.{chosen}.loss: {error}") from error
         if faults := check_values(adapter.loss):
             raise ConfigError([f"trainer_adapters.{chosen}.{field}: {message}" for field, message in faults])
 

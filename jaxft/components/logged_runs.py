@@ -9,14 +9,7 @@ from jaxft import rollout
 from jaxft.components.configs import LocalPolicyConfig, LoggedTrajectoryBuilderConfig
 from jaxft.components.logged_builder import ReadRow, read_item, read_items
 from jaxft.components.single_turn import InMemoryDatasetConfig
-from jaxft.components.train import (
-    LOGGED,
-    RATE,
-    TrainResult,
-    formula_field,
-    policy_fields,
-    run_folder,
-)
+from jaxft.components.train import LOGGED, RATE, TrainResult, formula_field, policy_fields, run_folder
 from jaxft.errors import ConfigError, DatasetError
 from jaxft.files import disk_errors
 from jaxft.harness.config import Config
@@ -179,7 +172,7 @@ def _read(sections: Mapping[str, dict[str, Any]], config: Config, loss: str) -> 
     try:
         template = ChatTemplate(rollout.load_tokenizer(policy.tokenizer or policy.path), ())
     except ValueError as error:
-        raise ConfigError([f"model: {error}"]) from error
+        raise ConfigError(f"model: {error}") from error
 
     def read_one(item: EvalInputItem) -> ReadRow:
         read = read_item(item, template, builder)
@@ -209,11 +202,11 @@ def write_logged_run(logs: Path, folder: Path) -> Path:
     try:
         kind = dataset_for_file(logs)["_type"]
     except ValueError as error:
-        raise ConfigError([str(error)]) from None
+        raise ConfigError(str(error)) from None
     if kind not in READERS:
-        raise ConfigError([f"{logs}: `jaxft init` looks into jsonl, json and csv only"])
+        raise ConfigError(f"{logs}: `jaxft init` looks into jsonl, json and csv only")
     if (target := folder / "run.yml").exists():
-        raise ConfigError([f"{folder}: has run.yml already, and nothing is overwritten: take another name"])
+        raise ConfigError(f"{folder}: has run.yml already, and nothing is overwritten: take another name")
     first = next(READERS[kind](logs), None)
     try:
         row = read_logged({} if first is None else first.fields)

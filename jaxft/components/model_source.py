@@ -89,7 +89,7 @@ def _weights(source: Path, config: Config) -> list[tuple[str, str]]:
     ((name, model),) = model_configuration(source)["llms"].items()
     if name not in config.llms:
         hint = did_you_mean(name, config.llms, what="llms of the configuration")
-        raise ConfigError([f"{source}: its model is called '{name}'{hint}"])
+        raise ConfigError(f"{source}: its model is called '{name}'{hint}")
     given = map_texts({field: model[field] for field in ("path", "preset", "tokenizer", "lora")}, literal)
     return [(f"llms.{name}.{field}", json.dumps(value)) for field, value in given.items()]
 
@@ -104,9 +104,9 @@ def add_adapters(models: dict[str, Any], given: Sequence[str], *, has_source: bo
     for text in given:
         name, _, folder = text.partition("=")
         if not has_source:
-            raise ConfigError(["--adapter: in a file, give llms.NAME snapshot_of and adapter instead"])
+            raise ConfigError("--adapter: in a file, give llms.NAME snapshot_of and adapter instead")
         if not name or not folder or name in models["llms"]:
-            raise ConfigError([f"--adapter: is {text!r}; wanted NAME=FOLDER, with a name that is not taken"])
+            raise ConfigError(f"--adapter: is {text!r}; wanted NAME=FOLDER, with a name that is not taken")
         place = home_path(folder)
         place = place / MODEL_FOLDER if (place / MODEL_FOLDER).is_dir() else place
         models["llms"][name] = {"_type": "local_policy", "snapshot_of": base, "adapter": str(place)}
@@ -128,7 +128,7 @@ def model_configuration(source: Path, *, context_tokens: int | None = None) -> d
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     is_on_hub = not source.exists() and not source.is_absolute() and len(source.parts) == 2
     if not is_adapter and not is_on_hub and not config_file(folder).is_file():
-        raise ConfigError([f"{source}: {_why_no_model(source)}"])
+        raise ConfigError(f"{source}: {_why_no_model(source)}")
     name, settings = ("policy", None) if folder == source else settings_of_run(source)
     place = str(source) if is_on_hub else str(folder.absolute())
     try:
@@ -140,7 +140,7 @@ def model_configuration(source: Path, *, context_tokens: int | None = None) -> d
             dtype, compute_dtype = resolve_dtypes(settings, compute_platform(None))
             settings = settings.model_copy(update={"dtype": compute_dtype or dtype})  # nothing is trained
     except (ValueError, OSError) as error:
-        raise ConfigError([f"{source}: {error}"]) from error
+        raise ConfigError(f"{source}: {error}") from error
     weights = {"path": base, "preset": None, "tokenizer": place, "lora": {"path": place} if is_adapter else None}
     fields = settings.model_dump(mode="json") | weights | {"serve": None}
     return {"llms": {name: fields if context_tokens is None else fields | {"max_context_tokens": context_tokens}}}

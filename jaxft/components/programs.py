@@ -103,12 +103,12 @@ def planned_run(config: Config) -> PlannedRun:
     name = config.finetuning.trainer_adapter
     adapter = config.trainer_adapters.get(name or "")
     if not isinstance(adapter, LocalTrainerAdapterConfig):
-        raise ConfigError([f"finetuning.trainer_adapter: is {name!r}; only a local_trainer_adapter can be planned"])
+        raise ConfigError(f"finetuning.trainer_adapter: is {name!r}; only a local_trainer_adapter can be planned")
     policy = config.llms[adapter.llm]
     if not isinstance(policy, LocalPolicyConfig):
-        raise ConfigError([f"llms.{adapter.llm}: only a local_policy can be planned"])
+        raise ConfigError(f"llms.{adapter.llm}: only a local_policy can be planned")
     if policy.sampler_mesh is not None:
-        raise ConfigError([f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned"])
+        raise ConfigError(f"llms.{adapter.llm}.sampler_mesh: only a mesh that trains and samples can be planned")
     adapter = adapter.for_context(policy.max_context_tokens)
     trainer = config.trainers.get(config.finetuning.trainer or "")
     max_staleness = trainer.max_staleness if isinstance(trainer, GRPOTrainerConfig) else 0
@@ -123,12 +123,12 @@ def planned_run(config: Config) -> PlannedRun:
     is_itself = distillation is None or distillation.teacher in SELF_TEACHERS
     named = None if distillation is None or is_itself else config.llms[distillation.teacher]
     if named is not None and not isinstance(named, LocalPolicyConfig):
-        raise ConfigError(["loss.distillation.teacher: only a local_policy can teach"])
+        raise ConfigError("loss.distillation.teacher: only a local_policy can teach")
     try:
         teacher = None if named is None else PlannedRun(named, adapter, read_decoder_config(named))
         return PlannedRun(policy, adapter, read_decoder_config(policy), snapshots, *staleness, teacher)
     except (ValueError, OSError) as error:
-        raise ConfigError([f"llms.{adapter.llm}: {error}"]) from error
+        raise ConfigError(f"llms.{adapter.llm}: {error}") from error
 
 
 def mesh_shape(mesh: MeshConfig | None, devices: int) -> dict[str, int]:

@@ -352,8 +352,8 @@ def _check_targets(calls: Sequence[Call], targeted: int, config: FinetuneConfig)
         others = [function for function in functions if function not in config.target_functions]
         if not targeted or difflib.get_close_matches(name, others):
             hint = did_you_mean(name, others, what="functions that made calls")
-            raise ConfigError([f"finetuning.target_functions: no call was made in '{name}'{hint}"])
+            raise ConfigError(f"finetuning.target_functions: no call was made in '{name}'{hint}")
     if not targeted:
         models = ", ".join(sorted({call.llm for call in calls}))
         fault = f"'{config.target_model}' was not asked in the functions aimed at; asked: {models}"
-        raise ConfigError([f"finetuning.target_model: {fault}"])
+        raise ConfigError(f"finetuning.target_model: {fault}")

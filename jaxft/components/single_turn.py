@@ -32,26 +32,27 @@ RESERVED = (PROMPT, "prompts", "completion", "completions", "completion_ids")
 WANTED = "wanted is a list of texts, of chats (lists of messages) or of rows (dicts with a 'prompt'), or a dataset"
 
 
-class SingleTurnConfig(WorkflowConfig, name="single_turn"):
+class SingleTurnConfig(WorkflowConfig, name="single_turn", factory="jaxft.components.single_turn:single_turn"):
     """An agent that asks the language model once, with the example's input, and returns the whole text of its answer.
 
     The input is a text, which the model continues as it stands, or a list of messages for the chat template.
     """
 
-    llm: LLMRef = Field(description="Entry of llms that answers.")
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens of an answer; null: as many as the context has room for."
-    )
-    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="Divisor of the logits.")
-    chat_template_kwargs: dict[str, Any] = Field(
-        default={}, description="Variables of the chat template, such as enable_thinking."
-    )
+    llm: LLMRef
+    """Entry of llms that answers."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens of an answer; null: as many as the context has room for."""
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    """Divisor of the logits."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables of the chat template, such as enable_thinking."""
 
 
-class InMemoryDatasetConfig(DatasetConfig, name="in_memory"):
+class InMemoryDatasetConfig(DatasetConfig, name="in_memory", factory="jaxft.components.single_turn:in_memory"):
     """Examples that a program gave to `jaxft.train`; no file of the configuration has them."""
 
-    items: tuple[EvalInputItem, ...] | None = Field(default=None, exclude=True, description="The examples.")
+    items: tuple[EvalInputItem, ...] | None = Field(default=None, exclude=True)
+    """The examples."""
 
 
 async def in_memory(config: InMemoryDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
@@ -163,7 +164,7 @@ def context_tokens(
     try:
         template = rollout.ChatTemplate(rollout.load_tokenizer(policy.tokenizer or policy.path), ())
     except ValueError as error:
-        raise ConfigError([f"model: {error}"]) from error
+        raise ConfigError(f"model: {error}") from error
     variables = workflow.chat_template_kwargs
     longest = 0
     prompts = [(f"prompts[{index}]", item.input_obj) for index, item in enumerate(examples)]

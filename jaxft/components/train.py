@@ -115,7 +115,7 @@ def train(
     counts = {"num_generations": num_generations, "examples_per_update": examples_per_update}
     check_keywords(counts | {"max_completion_length": max_completion_length}, columns)
     if resume and output_dir is None:
-        raise ConfigError(["resume: needs output_dir, the folder of the run to continue, as in 'runs/train-1'"])
+        raise ConfigError("resume: needs output_dir, the folder of the run to continue, as in 'runs/train-1'")
     examples, policy = read_examples(prompts, columns), policy_fields(model)
     functions = load_reward_functions(reward, examples)
     fields = {
@@ -201,7 +201,7 @@ def weights_by_name(
     else:
         weights = dict(zip(names, given, strict=len(given) == len(names)))
     if weights is not None and (weights.keys() != set(names) or len(given or ()) != len(names)):
-        raise ConfigError([f"reward_weights: is {given!r:.100}: wanted is a number for each of {', '.join(names)}"])
+        raise ConfigError(f"reward_weights: is {given!r:.100}: wanted is a number for each of {', '.join(names)}")
     return weights
 
 
@@ -235,7 +235,7 @@ def policy_fields(model: str | Path) -> dict[str, str]:
     if isinstance(model, str | Path) and (home_path(name).exists() or name.count("/") == 1):
         return {"path": name}
     near = did_you_mean(name, PRESETS, what="presets")
-    raise ConfigError([f"model: {model!r} is neither a path here, nor a hub id (owner/name), nor a preset{near}"])
+    raise ConfigError(f"model: {model!r} is neither a path here, nor a hub id (owner/name), nor a preset{near}")
 
 
 def check_keywords(counts: Mapping[str, Any], columns: Mapping[str, Any]) -> None:
@@ -243,12 +243,12 @@ def check_keywords(counts: Mapping[str, Any], columns: Mapping[str, Any]) -> Non
     for name, value in counts.items():
         least = 2 if name == "num_generations" else 1  # GRPO compares the completions of a prompt
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError([f"{name}: is {value!r:.50}: wanted is a whole number, at least {least}"])
+            raise ConfigError(f"{name}: is {value!r:.50}: wanted is a whole number, at least {least}")
     for name, values in columns.items():
         is_record = isinstance(values, tuple) and type(values) is not tuple
         if is_record or isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
             hint = did_you_mean(name, KEYWORDS, what="keywords")
-            raise ConfigError([f"{name}: is no keyword, and {values!r:.50} is no column, a list{hint}"])
+            raise ConfigError(f"{name}: is no keyword, and {values!r:.50} is no column, a list{hint}")
 
 
 def new_folder() -> Path:

@@ -11,14 +11,7 @@ from jaxft.components.health import Health
 from jaxft.components.local_adapter import LocalTrainerAdapter
 from jaxft.components.logged_builder import LoggedTrajectoryBuilder
 from jaxft.components.run_log import RunLog
-from jaxft.errors import (
-    ComponentError,
-    ConfigError,
-    JobFailed,
-    NoLearningSignal,
-    TooManyFailures,
-    user_code,
-)
+from jaxft.errors import ComponentError, ConfigError, JobFailed, NoLearningSignal, TooManyFailures, user_code
 from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import TrainingJobStatus, TrainingStatusEnum, TrajectoryCollection
 from jaxft.harness.evaluators import is_number
@@ -71,7 +64,7 @@ class LoggedTrainer(Trainer):
             ConfigError: more than `num_epochs` epochs have been trained already.
         """
         if self.epoch > num_epochs:
-            raise ConfigError([f"finetuning.num_epochs: is {num_epochs}, but {self.epoch} epochs are trained already"])
+            raise ConfigError(f"finetuning.num_epochs: is {num_epochs}, but {self.epoch} epochs are trained already")
         adapter = self.trainer_adapter
         if isinstance(adapter, LocalTrainerAdapter):
             llm, policy = adapter.adapter_config.llm, adapter.policy
@@ -85,7 +78,6 @@ class LoggedTrainer(Trainer):
 
     async def validate(self, num_epochs: int) -> float | None:
         """Return the validation reward before this epoch; None if none is due, it is known already, or not usable."""
-        assert self.trajectory_builder is not None
         validation = self.trajectory_builder.validation
         if self.is_stopping or self._validated_epoch == self.epoch:
             return None
@@ -137,7 +129,6 @@ class LoggedTrainer(Trainer):
             JobFailed: `max_bad_updates` updates in a row were not finite, or a program was compiled under
                 strict_compile.
         """
-        assert self.trainer_adapter is not None
         started, status, device = time.perf_counter(), None, self.trainer_adapter.device_seconds()
         run_id = f"epoch_{self.epoch:05d}"
         ref = await self.run_epoch(self.epoch, run_id)
@@ -207,7 +198,6 @@ class LoggedTrainer(Trainer):
 
     async def collect(self, run_id: str, meta: dict[str, Any] | None = None) -> TrajectoryCollection:
         """Return one collection of the builder; give it to `check_collection` before it is used."""
-        assert self.trajectory_builder is not None
         await self.trajectory_builder.start_run(run_id, meta)
         return await self.trajectory_builder.finalize(run_id, meta)
 
@@ -239,7 +229,7 @@ class LoggedTrainer(Trainer):
         The first job may compile, as the warm-up does not cover the operations outside of updates.
         """
         is_first, self._is_warm = not self._is_warm, True
-        if compiled and not is_first and self.run_config is not None and self.run_config.strict_compile:
+        if compiled and not is_first and self.run_config.strict_compile:
             raise JobFailed(
                 f"{run_id} compiled {len(compiled)} programs although finetuning.strict_compile is on: "
                 f"{', '.join(dict.fromkeys(compiled))}"

@@ -124,11 +124,7 @@ def decode(
         logits = jax.eval_shape(partial(next_logits, model), params, cache, tables, state)[1]
         supports = jnp.zeros((*shape, -(-logits.shape[1] // 32)), jnp.uint32)
     sampled = SampledTokens(
-        jnp.zeros(shape, jnp.int32),
-        jnp.zeros(shape),
-        jnp.zeros(shape),
-        jnp.zeros(shape[0], jnp.int32),
-        supports,
+        jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape[0], jnp.int32), supports
     )
 
     def advance(
@@ -200,9 +196,7 @@ def draw(
     ended = (drawn.tokens[:, None] == rows.stop_ids).any(axis=-1) | (following + 1 >= rows.limits)
     active = state.active
     state = DecodeState(
-        jnp.where(active, drawn.tokens, state.tokens),
-        jnp.where(active, following, state.positions),
-        active & ~ended,
+        jnp.where(active, drawn.tokens, state.tokens), jnp.where(active, following, state.positions), active & ~ended
     )
     return state, drawn
 

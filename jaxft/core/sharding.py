@@ -118,10 +118,6 @@ class Sharding:
         rules = tuple((path, tuple(None if axis == "fsdp" else axis for axis in axes)) for path, axes in self.rules)
         return replace(self, rules=rules)
 
-    def whole(self) -> "Sharding":
-        """Return the sharding that replicates every array on every device."""
-        return replace(self, rules=())
-
     def axes(self, path: str) -> Axes:
         """Return the mesh axes of the last dimensions of the array at a path; rules match the end of the path.
 
@@ -174,18 +170,6 @@ class Sharding:
     def constrain_axes(self, tree: Any, *axes: str | tuple[str, ...] | None) -> Any:
         """Constrain each array of a tree to `cut` along these axes, inside a jitted function."""
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, self.cut(x.shape, *axes)), tree)
-
-    def constrain_rows(self, tree: Any) -> Any:
-        """Constrain arrays with rows on axis 0: each device has its own rows."""
-        return self.constrain_axes(tree, self.row_axes)
-
-    def constrain_heads(self, tree: Any) -> Any:
-        """Constrain activations `[rows, tokens, heads, ...]` or `[rows, tokens, width]`: rows and heads are divided."""
-        return self.constrain_axes(tree, self.row_axes, None, "tensor")
-
-    def constrain_logits(self, logits: Any) -> Any:
-        """Constrain logits `[rows, vocabulary]`: rows and vocabulary are divided."""
-        return self.constrain_axes(logits, self.row_axes, "tensor")
 
     def constrain_spread(self, x: Any) -> Any:
         """Shard the first axis over all devices if it divides over them, else over the row axes of the mesh."""
@@ -325,13 +309,13 @@ def constrain(sharding: Sharding | None, tree: Any) -> Any:
 
 
 def by_rows(sharding: Sharding | None, tree: Any) -> Any:
-    """Return `sharding.constrain_rows(tree)`, or the tree itself without a sharding."""
-    return tree if sharding is None else sharding.constrain_rows(tree)
+    """Constrain arrays with rows on axis 0, each device to its own rows; without a sharding return the tree itself."""
+    return tree if sharding is None else sharding.constrain_axes(tree, sharding.row_axes)
 
 
 def by_heads(sharding: Sharding | None, tree: Any) -> Any:
-    """Return `sharding.constrain_heads(tree)`, or the tree itself without a sharding."""
-    return tree if sharding is None else sharding.constrain_heads(tree)
+    """Constrain activations `[rows, tokens, heads, ...]` or `[rows, tokens, width]` to own rows and heads, as above."""
+    return tree if sharding is None else sharding.constrain_axes(tree, sharding.row_axes, None, "tensor")
 
 
 def committed_device(params: Any) -> jax.Device | None:

@@ -197,12 +197,7 @@ class Update:
     """
 
     def __init__(
-        self,
-        model: Model,
-        loss_fn: LossFn,
-        finish: Callable[..., Any],
-        microbatch_rows: int | None,
-        keeps_finite: bool,
+        self, model: Model, loss_fn: LossFn, finish: Callable[..., Any], microbatch_rows: int | None, keeps_finite: bool
     ) -> None:
         self._model, self._rows, self._sharding = model, microbatch_rows, model.sharding
         count = partial(count_tokens, num_experts=model.num_experts)

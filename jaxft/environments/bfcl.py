@@ -65,7 +65,7 @@ def questions(path: Path, category: str) -> list[EvalInputItem]:
     """
     if category not in CATEGORIES:
         told = f"category '{category}' is not offered, only those of one turn: {', '.join(CATEGORIES)}"
-        raise ConfigError([f"bfcl: {told}"])
+        raise ConfigError(f"bfcl: {told}")
     try:
         data, file = (zipfile.Path(path) if path.is_file() else path) / "bfcl_eval" / "data", f"BFCL_v4_{category}.json"
         has_answers, items = "relevance" not in category, []

@@ -90,7 +90,7 @@ def find_factory(path: str) -> Callable[[], Any]:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            [f"workflow.factory: '{path}' cannot be found ({one_line(error)}): write module:Class"]
+            f"workflow.factory: '{path}' cannot be found ({one_line(error)}): write module:Class"
         ) from error
 
 
@@ -112,12 +112,12 @@ def environment_kind(make: Callable[[], Any]) -> EnvironmentKind:
     kind = type(environment)
     methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
     if "reset" not in methods:
-        raise ConfigError([f"workflow.factory: {kind.__name__} has no method reset, which each episode begins with"])
+        raise ConfigError(f"workflow.factory: {kind.__name__} has no method reset, which each episode begins with")
     try:
         tools = [get_json_schema(getattr(environment, name)) for name in methods if name not in NOT_TOOLS]
     except Exception as error:
         wanted = "a tool needs a type for each argument and a docstring in Google style that describes each"
-        raise ConfigError([f"workflow.factory: {kind.__name__}: {one_line(error)}: {wanted}"]) from error
+        raise ConfigError(f"workflow.factory: {kind.__name__}: {one_line(error)}: {wanted}") from error
     return EnvironmentKind(make, tools, "get_reward" in methods)
 
 

@@ -60,8 +60,8 @@ def make_task(task: str, size: int, seed: int, options: str) -> Any:
     reasoning_gym = installed("reasoning_gym")
     known = reasoning_gym.factory.DATASETS
     if task not in known:
-        raise ConfigError([f"reasoning_gym: there is no task '{task}'{did_you_mean(task, known, what='there')}"])
+        raise ConfigError(f"reasoning_gym: there is no task '{task}'{did_you_mean(task, known, what='there')}")
     try:
         return reasoning_gym.create_dataset(task, size=size, seed=seed, **json.loads(options))
     except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError([f"reasoning_gym: task '{task}' refuses its options {options}: {error}"]) from error
+        raise ConfigError(f"reasoning_gym: task '{task}' refuses its options {options}: {error}") from error

@@ -26,7 +26,7 @@ async def dataset(config: Tau2DatasetConfig, builder: Any) -> AsyncIterator[list
         tasks = run.get_tasks(config.domain, config.split)
     except (KeyError, ValueError) as error:
         told = f"{one_line(error)}; domains: {', '.join(run.get_options().domains)}"
-        raise ConfigError([f"tau2: domain '{config.domain}' and split '{config.split}': {told}"]) from error
+        raise ConfigError(f"tau2: domain '{config.domain}' and split '{config.split}': {told}") from error
     rows = [{"domain": config.domain, "task": task.model_dump(mode="json")} for task in tasks]
     yield [EvalInputItem(id=f"{config.domain}-{row['task']['id']}", full_dataset_entry=row) for row in rows]
 

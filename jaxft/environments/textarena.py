@@ -66,9 +66,9 @@ def start_game(row: dict[str, Any], players: int, chances: random.Random) -> Any
     textarena, name = installed("textarena"), row["game"]
     known = textarena.envs.registration.ENV_REGISTRY
     if name not in known:
-        raise ConfigError([f"textarena: there is no game '{name}'{did_you_mean(name, known, what='there are')}"])
+        raise ConfigError(f"textarena: there is no game '{name}'{did_you_mean(name, known, what='there are')}")
     if name.partition("-")[0] in ASKS_OTHERS:
-        raise ConfigError([f"textarena: '{name}' asks models at OpenRouter itself, and is not offered"])
+        raise ConfigError(f"textarena: '{name}' asks models at OpenRouter itself, and is not offered")
     try:
         with in_place_of_global(chances):
             game = textarena.make(name, **row["options"])
@@ -77,7 +77,7 @@ def start_game(row: dict[str, Any], players: int, chances: random.Random) -> Any
     except Exception as error:  # another package's code, some of which this Python cannot read
         told = NO_DATA if type(error) is LookupError else one_line(error)
         with_what = f"{players} players (two with workflow.opponent) and options {row['options']}"
-        raise ConfigError([f"textarena: '{name}' cannot begin with {with_what}: {told}"]) from error
+        raise ConfigError(f"textarena: '{name}' cannot begin with {with_what}: {told}") from error
 
 
 def news(state: Any, player: int) -> str:

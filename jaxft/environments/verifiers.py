@@ -15,16 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-from jaxft import (
-    ChatClient,
-    ComponentError,
-    ConfigError,
-    DatasetError,
-    Episode,
-    EvalInputItem,
-    EvalOutputItem,
-    episode,
-)
+from jaxft import ChatClient, ComponentError, ConfigError, DatasetError, Episode, EvalInputItem, EvalOutputItem, episode
 from jaxft.environments import VerifiersDatasetConfig, VerifiersRewardConfig, VerifiersWorkflowConfig, installed
 from jaxft.errors import one_line
 from jaxft.plugins import plugin
@@ -68,7 +59,7 @@ async def workflow(config: VerifiersWorkflowConfig, builder: Any) -> AsyncIterat
             client = installed("openai").AsyncOpenAI(base_url=ENDPOINT, api_key="none", timeout=None, max_retries=2)
             add_harness(vf, await stack.enter_async_context(client))
             if (served := config.env.get("interception", {}).get("type", "server")) != "server":
-                raise ConfigError([f"workflow.env.interception.type: '{served}'; the policy answers at one: server"])
+                raise ConfigError(f"workflow.env.interception.type: '{served}'; the policy answers at one: server")
             server = {"type": "server", **config.env.get("interception", {})}
             given, seat = with_policy_seat(vf, loaders, {**config.env, "taskset": tasks, "interception": server})
             env = loaders.load_environment(loaders.resolve_env_config(given))
@@ -161,11 +152,9 @@ def with_policy_seat(vf: Any, loaders: Any, env: dict[str, Any]) -> tuple[dict[s
     played = [name for name, seat in seats.items() if not seat.get("client")]
     if len(played) != 1:
         raise ConfigError(
-            [
-                f"workflow.env: the policy would play {len(played)} of the seats {', '.join(seats)}; it learns one, by "
-                "one reward: give each other seat a client and a model, as in `env: {user: {model: NAME, client: "
-                "{base_url: URL}}}`"
-            ]
+            f"workflow.env: the policy would play {len(played)} of the seats {', '.join(seats)}; it learns one, by "
+            "one reward: give each other seat a client and a model, as in `env: {user: {model: NAME, client: "
+            "{base_url: URL}}}`"
         )
     return {**env, **seats}, played[0]
 
@@ -291,6 +280,6 @@ def _report(played: Any) -> str:
 def _taskset_id(taskset: dict[str, Any]) -> str:
     if not isinstance(taskset.get("id"), str):
         raise ConfigError(
-            ["verifiers: the taskset has no id: name it in the dataset, as in `taskset: {id: reverse-text}`"]
+            "verifiers: the taskset has no id: name it in the dataset, as in `taskset: {id: reverse-text}`"
         )
     return taskset["id"]

@@ -64,25 +64,17 @@ HTTPAddress = Annotated[str, AfterValidator(_http_address)]
 class ServeConfig(ConfigModel):
     """An address under which a run serves its language models, by their names, to OpenAI's and Anthropic's clients."""
 
-    host: str = Field(
-        default="127.0.0.1",
-        min_length=1,
-        description="Address or name to listen on. Only this machine reaches 127.0.0.1; 0.0.0.0 stands for all "
-        "networks. Every address that others reach needs an api_key.",
-    )
-    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: a free one, which is shown.")
-    api_key: SecretStr | None = Field(
-        default=None,
-        min_length=1,
-        description="Key that clients must send. The base URL of an episode needs none, as it cannot be guessed. null: "
-        "no key, on an address of this machine only.",
-    )
-    url: Annotated[HTTPAddress, AfterValidator(lambda url: url.rstrip("/"))] | None = Field(
-        default=None,
-        description="Address by which agents reach the server, as in http://trainer.example:8000, for the base URLs of "
-        "episodes; on an address of this machine alone, clients may call it by this name, too. null: the one that it "
-        "listens on.",
-    )
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """Address or name to listen on. Only this machine reaches 127.0.0.1; 0.0.0.0 stands for all networks. Every
+    address that others reach needs an api_key."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0: a free one, which is shown."""
+    api_key: SecretStr | None = Field(default=None, min_length=1)
+    """Key that clients must send. The base URL of an episode needs none, as it cannot be guessed. null: no key, on
+    an address of this machine only."""
+    url: Annotated[HTTPAddress, AfterValidator(lambda url: url.rstrip("/"))] | None = None
+    """Address by which agents reach the server, as in http://trainer.example:8000, for the base URLs of episodes; on
+    an address of this machine alone, clients may call it by this name, too. null: the one that it listens on."""
 
     def server_arguments(self) -> dict[str, Any]:
         """Return the arguments of `jaxft.serving.server.Server`.

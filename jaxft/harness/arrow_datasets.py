@@ -16,11 +16,11 @@ from jaxft.errors import DatasetError, did_you_mean, one_line
 from jaxft.files import finite_number, unique_keys
 from jaxft.harness.config_types import PathOrName
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.datasets import READERS, DatasetRow, FileDatasetConfig, RowDatasetConfig, file_dataset, row_items
-from jaxft.harness.registry import REGISTRY, DatasetConfig, register_dataset_loader
+from jaxft.harness.datasets import READERS, DatasetRow, FileDatasetConfig, RowDatasetConfig, row_items
+from jaxft.harness.registry import register_dataset_loader
 
 
-class ParquetDatasetConfig(FileDatasetConfig, name="parquet"):
+class ParquetDatasetConfig(FileDatasetConfig, name="parquet", factory="jaxft.harness.datasets:file_dataset"):
     """Rows of a parquet file; needs the extra `parquet`."""
 
 
@@ -30,12 +30,14 @@ class HuggingFaceDatasetConfig(RowDatasetConfig, name="huggingface"):
     A folder is one that `save_to_disk` wrote, or one of parquet, JSON or CSV files. The dataset is read whole.
     """
 
-    path: PathOrName = Field(description="Folder, relative to that of the YAML file, or id on the hub: openai/gsm8k.")
-    name: str | None = Field(default=None, description="Configuration (subset) of the dataset; null: its only one.")
-    split: str = Field(default="train", min_length=1, description="Split, or a part of one, such as train[:100].")
-    revision: str | None = Field(
-        default=None, description="Commit, tag or branch on the hub; null: the newest, which may change between runs."
-    )
+    path: PathOrName
+    """Folder, relative to that of the YAML file, or id on the hub: openai/gsm8k."""
+    name: str | None = None
+    """Configuration (subset) of the dataset; null: its only one."""
+    split: str = Field(default="train", min_length=1)
+    """Split, or a part of one, such as train[:100]."""
+    revision: str | None = None
+    """Commit, tag or branch on the hub; null: the newest, which may change between runs."""
 
 
 def read_parquet(path: Path) -> Iterator[DatasetRow]:
@@ -57,7 +59,6 @@ def read_parquet(path: Path) -> Iterator[DatasetRow]:
 
 
 READERS[ParquetDatasetConfig] = read_parquet
-REGISTRY.add(DatasetConfig, ParquetDatasetConfig, file_dataset)
 
 
 @register_dataset_loader(config_type=HuggingFaceDatasetConfig)

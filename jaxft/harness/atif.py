@@ -46,13 +46,13 @@ def export_episodes(run: Path, folder: Path) -> None:
         RunDirectoryError: there is no run.
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
+        raise ConfigError(f"{folder}: is not an empty folder: choose another one")
     rows = [row for row in read_run(run).episodes() if "failure" not in row]
     talks = [row for row in rows if row["episode"]]
     if not talks:
-        raise ConfigError([f"{run}: keeps no episodes that ended well and asked a model, so there is nothing to write"])
+        raise ConfigError(f"{run}: keeps no episodes that ended well and asked a model, so there is nothing to write")
     if not all("role" in item for row in talks for item in row["episode"]):
-        raise ConfigError([f"{run}: its episodes are preference pairs, for which ATIF has no form"])
+        raise ConfigError(f"{run}: its episodes are preference pairs, for which ATIF has no form")
     folder.mkdir(parents=True, exist_ok=True)
     for number, row in enumerate(talks):
         (folder / f"{number:06d}.json").write_bytes(json_bytes(to_atif(row, run.resolve().name)))
@@ -184,9 +184,8 @@ class AtifDatasetConfig(FileDatasetConfig, name="atif"):
     tokenised by the chat template, those of subagents as rows of their own.
     """
 
-    structure: DatasetStructureConfig = Field(
-        default=DatasetStructureConfig(question_key=None, answer_key=None), description="Not used: a row is an episode."
-    )
+    structure: DatasetStructureConfig = DatasetStructureConfig(question_key=None, answer_key=None)
+    """Not used: a row is an episode."""
 
 
 @register_dataset_loader(config_type=AtifDatasetConfig)

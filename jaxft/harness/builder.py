@@ -30,14 +30,7 @@ from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
 from jaxft.harness.data_models import EvalInputItem, RewardFunctionConfig
 from jaxft.harness.datasets import checked_items
 from jaxft.harness.evaluation import Evaluation, Validation, Workflow
-from jaxft.harness.evaluators import (
-    SECTION,
-    BoundEvaluator,
-    Evaluator,
-    WeightedSum,
-    WeightedSumConfig,
-    as_evaluator,
-)
+from jaxft.harness.evaluators import SECTION, BoundEvaluator, Evaluator, WeightedSum, WeightedSumConfig, as_evaluator
 from jaxft.harness.registry import (
     KINDS,
     REGISTRY,
@@ -168,7 +161,7 @@ class Builder(ConfigBuilder):
         others = [name for name, config in asked.items() if config != asked[first]]
         if others:
             raise ConfigError(
-                [f"llms.{others[0]}.serve: differs from llms.{first}.serve: a run has one address, for all its llms"]
+                f"llms.{others[0]}.serve: differs from llms.{first}.serve: a run has one address, for all its llms"
             )
         config = asked.get(first) or default or ServeConfig(port=0)
         if port is not None:
@@ -182,14 +175,14 @@ class Builder(ConfigBuilder):
         llms = {name: llm for name, llm in made.items() if isinstance(llm, rollout.LanguageModel)}
         if not llms:
             raise ConfigError(
-                ["llms: none of them is of this process, such as one of type local_policy: nothing to serve"]
+                "llms: none of them is of this process, such as one of type local_policy: nothing to serve"
             )
         try:
             server = make_server(make_app(llms), llms=llms, **config.server_arguments())
         except (OSError, UnicodeError) as error:  # the second for a name that DNS cannot hold
             place = f"{config.host}:{config.port}"
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigError([f"llms.{first or '<name>'}.serve: cannot listen on {place}: {reason}"]) from None
+            raise ConfigError(f"llms.{first or '<name>'}.serve: cannot listen on {place}: {reason}") from None
         self._closing.push_async_callback(server.close)
         self.console.message(f"serving {', '.join(llms)} at {server.url}" + "/v1" * (self.make_app is None))
         return config.url or reachable_url(server.url, config.host)

@@ -9,19 +9,18 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel
-
 from jaxft import runs
 from jaxft.errors import CheckpointError, ConfigError, RestoreError
 from jaxft.harness.config import Config, resolved_yaml
 from jaxft.harness.config_merge import OUTPUT_DIR
-from jaxft.harness.contracts import Trainer, TrainerAdapter, TrajectoryBuilder
+from jaxft.harness.config_types import walk
+from jaxft.harness.contracts import Trainer
 from jaxft.harness.data_models import CheckpointConfig, EvalInputItem
 from jaxft.harness.functions import Function
 from jaxft.harness.strict_yaml import parse_yaml
@@ -48,11 +47,7 @@ class Checkpointing:
     """
 
     def __init__(
-        self,
-        directory: RunDirectory,
-        config: CheckpointConfig,
-        log: Callable[[str], None],
-        shared: Path | None = None,
+        self, directory: RunDirectory, config: CheckpointConfig, log: Callable[[str], None], shared: Path | None = None
     ) -> None:
         """Open nothing yet.
 
@@ -133,7 +128,7 @@ class Checkpointing:
         if self.found is None or self._is_restored:
             return
         found, checkpoints, state = self.found, self._open(), self.found.state
-        builder, adapter = _bound(trainer)
+        builder, adapter = trainer.trajectory_builder, trainer.trainer_adapter
         if state["trainer_type"] != type(trainer).__name__:
             raise RestoreError(
                 f"checkpoint {found.step} is that of a {state['trainer_type']}; this run has a {type(trainer).__name__}"
@@ -164,7 +159,7 @@ class Checkpointing:
         """
         if self._config.every is None:
             return
-        builder, adapter = _bound(trainer)
+        builder, adapter = trainer.trajectory_builder, trainer.trainer_adapter
         state = {
             "step": step,
             "trainer_type": type(trainer).__name__,
@@ -202,7 +197,7 @@ class Checkpointing:
             return True
 
         if not self._is_saved:
-            self._is_saved = await _bound(trainer)[1].save_state(save)
+            self._is_saved = await trainer.trainer_adapter.save_state(save)
         if not self._is_saved:
             return None
         self._begun = state
@@ -233,16 +228,9 @@ class Checkpointing:
     def _open(self) -> "Checkpoints":
         if self._checkpoints is None:
             self._checkpoints = runs.Checkpoints(
-                self._directory,
-                max_to_keep=self._config.max_to_keep,
-                shared=self._shared,
+                self._directory, max_to_keep=self._config.max_to_keep, shared=self._shared
             )
         return self._checkpoints
-
-
-def _bound(trainer: Trainer) -> tuple[TrajectoryBuilder, TrainerAdapter]:
-    assert trainer.trajectory_builder is not None and trainer.trainer_adapter is not None
-    return trainer.trajectory_builder, trainer.trainer_adapter
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -311,9 +299,7 @@ def saved_config(folder: Path) -> dict[str, Any]:
     try:
         return parse_yaml(file.read_text("utf-8"), str(file))
     except OSError as error:
-        raise ConfigError(
-            [f"{file}: cannot be read ({error.strerror}), and no run can be resumed without it"]
-        ) from None
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}), and no run can be resumed without it") from None
 
 
 def changed_settings(folder: Path, config: Config) -> Changes:
@@ -343,35 +329,21 @@ def check_changes(directory: RunDirectory, config: Config) -> Changes:
     faults += [
         f"{path}: was {changes[path][0]} and is {function}: to go on with it as it is now, add --set {path}={function} "
         f"or, in a program, overrides={{{path!r}: '{function}'}}"
-        for path, function in _functions(config, "")
-        if path in changes and "@" in str(changes[path][0]) and not function.is_pinned
+        for path, function in walk(config)
+        if isinstance(function, Function)
+        and path in changes
+        and "@" in str(changes[path][0])
+        and not function.is_pinned
     ]
     if faults:
         raise ConfigError(faults, f"the resumed run '{directory.path}'")
     return changes
 
 
-def _functions(value: Any, path: str) -> Iterator[tuple[str, Function]]:
-    """Yield path and function of each field that holds one."""
-    if isinstance(value, Function):
-        yield path, value
-    elif isinstance(value, BaseModel | Mapping):
-        for name, inner in dict(value).items():
-            yield from _functions(inner, f"{path}.{name}".strip("."))
-
-
 def masked_paths(config: Config) -> list[str]:
     """Return the paths of fields with a secret, alone or inside a longer text, which a run directory never stores."""
-
-    def search(value: Any, path: str) -> list[str]:
-        if isinstance(value, Mapping):
-            return [found for name, inner in value.items() for found in search(inner, f"{path}.{name}".strip("."))]
-        if isinstance(value, list):
-            return [found for index, inner in enumerate(value) for found in search(inner, f"{path}.{index}")]
-        is_secret = isinstance(value, str) and value and (not value.strip("*") or redacted(value) != value)
-        return [path] if is_secret else []
-
-    return search(config.model_dump(mode="json"), "")
+    texts = [(path, value) for path, value in walk(config.model_dump(mode="json")) if isinstance(value, str) and value]
+    return [path for path, text in texts if not text.strip("*") or redacted(text) != text]
 
 
 def record(directory: RunDirectory, checkpoint: int | None, changes: Changes, now: Mapping[str, Any]) -> list[str]:

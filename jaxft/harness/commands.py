@@ -44,15 +44,11 @@ async def resume(folder: Path, overrides: Sequence[tuple[str, str]], arguments: 
     """
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise ConfigError(
-            [f"{folder}: holds no run to continue: it has no {CONFIG_FILE}; start one with jaxft finetune"]
-        )
+        raise ConfigError(f"{folder}: holds no run to continue: it has no {CONFIG_FILE}; start one with jaxft finetune")
     about = read_environment(folder)
     command = about.get(RESUME_COMMAND)
     if command is not None and not command.startswith("jaxft resume "):
-        raise ConfigError(
-            [f"{folder}: a script made this run and does more than training: continue with:\n  {command}"]
-        )
+        raise ConfigError(f"{folder}: a script made this run and does more than training: continue with:\n  {command}")
     check_secrets(folder, overrides)
     where = json.dumps(escape_fields(literal(str(folder.absolute()))))
     await finetune(load_config(file, [*overrides, ("finetuning.output_dir", where)]), arguments)
@@ -150,7 +146,7 @@ async def evaluate(config: Config, arguments: argparse.Namespace, against: Confi
         ConfigError: two configurations are to be compared, and have no reward function.
     """
     if against is not None and config.finetuning.reward_function is None:
-        raise ConfigError(["finetuning.reward_function: is null, but --against compares rewards: name an evaluator"])
+        raise ConfigError("finetuning.reward_function: is null, but --against compares rewards: name an evaluator")
     options = {"temperature": arguments.temperature, "num_generations": arguments.num_generations}
     other = None
     with tempfile.TemporaryDirectory() as folder:

@@ -48,6 +48,7 @@ from jaxft.harness.config_types import (
     kind_in_words,
     parse_json_path,
     raise_faults,
+    walk,
 )
 from jaxft.harness.data_models import FinetuneConfig
 from jaxft.harness.datasets import dataset_for_file
@@ -94,72 +95,48 @@ JSONPath = Annotated[str, AfterValidator(_json_path)]
 class EvalGeneralConfig(ConfigModel):
     """The dataset, and how the workflow runs over it."""
 
-    max_concurrency: int = Field(default=64, ge=1, description="Maximum number of episodes that run at once.")
-    timeout_seconds: float | None = Field(
-        default=3600.0,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="Seconds that the workflow may take for an episode, which fails after that. Waiting for the policy "
-        "counts, and so does compiling for its first replies (minutes for a large model); null: no limit.",
-    )
-    isolation: Literal["none", "process"] = Field(
-        default="none",
-        description="Where the workflow runs. none: in the run's own process. process: in workers, processes of one "
-        "episode or evaluation at a time, so that an agent that hangs, leaks or crashes costs its episode only.",
-    )
-    judge_isolation: Literal["none", "process"] = Field(
-        default="none", description="The same for evaluators: their timeout_seconds then ends whatever they do."
-    )
-    worker_memory_mb: int | None = Field(
-        default=4096,
-        ge=16,
-        description="MiB that a worker may take beside what importing the agent took; each process that it starts may "
-        "take as much. null: no limit.",
-    )
-    dataset: AnyDataset = Field(description="The examples to run the workflow on.")
-    result_json_path: JSONPath | None = Field(
-        default=None,
-        description="JSON path of the result inside the workflow's output, as in $.answer, for the evaluators; null: "
-        "the whole output.",
-    )
-    pass_threshold: float = Field(
-        default=1.0,
-        allow_inf_nan=False,
-        description="The least reward of an episode that passes, for pass@k and maj@k of evaluations and validations.",
-    )
-    breakdown_by: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Column of the dataset, such as difficulty, for each of whose values evaluations and validations "
-        "have scores; null: none, or with finetuning.per_task the column of the tasks.",
-    )
-    output_dir: OutputPath | None = Field(
-        default=None,
-        description="Directory that `jaxft eval` writes to, relative to the working directory; null: it writes no "
-        "file. Training ignores it and writes to finetuning.output_dir.",
-    )
+    max_concurrency: int = Field(default=64, ge=1)
+    """Maximum number of episodes that run at once."""
+    timeout_seconds: float | None = Field(default=3600.0, gt=0.0, allow_inf_nan=False)
+    """Seconds that the workflow may take for an episode, which fails after that. Waiting for the policy counts, and
+    so does compiling for its first replies (minutes for a large model); null: no limit."""
+    isolation: Literal["none", "process"] = "none"
+    """Where the workflow runs. none: in the run's own process. process: in workers, processes of one episode or
+    evaluation at a time, so that an agent that hangs, leaks or crashes costs its episode only."""
+    judge_isolation: Literal["none", "process"] = "none"
+    """The same for evaluators: their timeout_seconds then ends whatever they do."""
+    worker_memory_mb: int | None = Field(default=4096, ge=16)
+    """MiB that a worker may take beside what importing the agent took; each process that it starts may take as much.
+    null: no limit."""
+    dataset: AnyDataset
+    """The examples to run the workflow on."""
+    result_json_path: JSONPath | None = None
+    """JSON path of the result inside the workflow's output, as in $.answer, for the evaluators; null: the whole
+    output."""
+    pass_threshold: float = Field(default=1.0, allow_inf_nan=False)
+    """The least reward of an episode that passes, for pass@k and maj@k of evaluations and validations."""
+    breakdown_by: str | None = Field(default=None, min_length=1)
+    """Column of the dataset, such as difficulty, for each of whose values evaluations and validations have scores;
+    null: none, or with finetuning.per_task the column of the tasks."""
+    output_dir: OutputPath | None = None
+    """Directory that `jaxft eval` writes to, relative to the working directory; null: it writes no file. Training
+    ignores it and writes to finetuning.output_dir."""
 
 
 class ValidationConfig(ConfigModel):
     """Validation of the policy on held-out examples while it is trained."""
 
-    dataset: AnyDataset | None = Field(
-        default=None, description="The held-out examples; null: the dataset of config_file."
-    )
-    config_file: InputPath | None = Field(
-        default=None,
-        description="Another configuration file, whose workflow and evaluators are used; null: those of this file. Its "
-        "llms give way to this file's llms of the same names, so that the policy in training is validated.",
-    )
-    interval: int = Field(
-        default=5,
-        ge=1,
-        description="Epochs between two validations; one also runs before the first epoch and after the last.",
-    )
-    temperature: float | None = Field(
-        default=0.0, ge=0.0, description="Temperature of every model call (0: greedy); null: each call keeps its own."
-    )
-    num_generations: int = Field(default=1, ge=1, description="Number of episodes per example.")
+    dataset: AnyDataset | None = None
+    """The held-out examples; null: the dataset of config_file."""
+    config_file: InputPath | None = None
+    """Another configuration file, whose workflow and evaluators are used; null: those of this file. Its llms give
+    way to this file's llms of the same names, so that the policy in training is validated."""
+    interval: int = Field(default=5, ge=1)
+    """Epochs between two validations; one also runs before the first epoch and after the last."""
+    temperature: float | None = Field(default=0.0, ge=0.0)
+    """Temperature of every model call (0: greedy); null: each call keeps its own."""
+    num_generations: int = Field(default=1, ge=1)
+    """Number of episodes per example."""
 
     @model_validator(mode="after")
     def _has_examples(self) -> "ValidationConfig":
@@ -172,10 +149,10 @@ class EvalConfig(ConfigModel):
     """The section `eval`: dataset, validation and evaluators."""
 
     general: EvalGeneralConfig
-    validation: ValidationConfig | None = Field(
-        default=None, description="Validation while training; null: no validation."
-    )
-    evaluators: dict[str, AnyEvaluator] = Field(default={}, description="Functions that score an episode, by name.")
+    validation: ValidationConfig | None = None
+    """Validation while training; null: no validation."""
+    evaluators: dict[str, AnyEvaluator] = Field(default={})
+    """Functions that score an episode, by name."""
 
     @field_validator("evaluators")
     @classmethod
@@ -187,24 +164,25 @@ class EvalConfig(ConfigModel):
 class ModelsConfig(ConfigModel):
     """The sections of a configuration that language models need."""
 
-    imports: tuple[Annotated[str, BeforeValidator(locate_module)], ...] = Field(
-        default=(),
-        description="Python modules to import, which register components: next to this file, in the working directory, "
-        "or installed.",
-    )
-    llms: dict[str, AnyLLM] = Field(default={}, description="Language models, by name.")
+    imports: tuple[Annotated[str, BeforeValidator(locate_module)], ...] = ()
+    """Python modules to import, which register components: next to this file, in the working directory, or
+    installed."""
+    llms: dict[str, AnyLLM] = Field(default={})
+    """Language models, by name."""
 
 
 class Config(ModelsConfig):
     """The whole configuration of a run."""
 
-    workflow: AnyWorkflow = Field(description="The agent: a function from an example to an output.")
+    workflow: AnyWorkflow
+    """The agent: a function from an example to an output."""
     eval: EvalConfig
-    trajectory_builders: dict[str, AnyTrajectoryBuilder] = Field(
-        default={}, description="Trajectory builders, by name."
-    )
-    trainer_adapters: dict[str, AnyTrainerAdapter] = Field(default={}, description="Trainer adapters, by name.")
-    trainers: dict[str, AnyTrainer] = Field(default={}, description="Trainers, by name.")
+    trajectory_builders: dict[str, AnyTrajectoryBuilder] = Field(default={})
+    """Trajectory builders, by name."""
+    trainer_adapters: dict[str, AnyTrainerAdapter] = Field(default={})
+    """Trainer adapters, by name."""
+    trainers: dict[str, AnyTrainer] = Field(default={})
+    """Trainers, by name."""
     finetuning: FinetuneConfig = FinetuneConfig()
 
     @model_validator(mode="after")
@@ -325,7 +303,7 @@ def validation_config(config: Config) -> Config:
     for name in filter(None, (default, *(task.evaluator for task in tasks.values()))):
         if name not in other.eval.evaluators:
             hint = did_you_mean(name, other.eval.evaluators, what="there")
-            raise ConfigError([f"eval.evaluators: has no '{name}', which gives the reward{hint}"], str(path))
+            raise ConfigError(f"eval.evaluators: has no '{name}', which gives the reward{hint}", str(path))
     return other
 
 
@@ -339,22 +317,12 @@ def resolved_yaml(config: Config) -> str:
 def config_secrets(config: BaseModel) -> set[str]:
     """Return all secrets of the configuration in clear: secret types, texts under names like `api_key`, and in URLs."""
     found: set[str] = set()
-
-    def search(value: Any) -> None:
+    for path, value in walk(config):
         if isinstance(value, SecretStr | SecretBytes):
             secret = value.get_secret_value()
             found.add(secret if isinstance(secret, str) else secret.decode(errors="replace"))
         elif isinstance(value, str):
-            found.update(secrets_in_urls(value))
-        elif isinstance(value, BaseModel | Mapping):
-            fields = dict(value)
-            found.update(text for name, text in fields.items() if isinstance(text, str) and is_secret_name(str(name)))
-            search([*fields.values()])
-        elif isinstance(value, list | tuple | set | frozenset):
-            for inner in value:
-                search(inner)
-
-    search(config)
+            found |= secrets_in_urls(value) | ({value} if is_secret_name(path) else set())
     return found
 
 

@@ -127,14 +127,14 @@ class ConfigBuilder:
         if last in configs:
             return configs[last]
         if not name:
-            raise ConfigError([f"{KINDS[base].section}: is not set yet: call set_{last} first"])
-        raise ConfigError([f"'{name}' is not in '{'.'.join(section)}'{did_you_mean(name, configs, what='there')}"])
+            raise ConfigError(f"{KINDS[base].section}: is not set yet: call set_{last} first")
+        raise ConfigError(f"'{name}' is not in '{'.'.join(section)}'{did_you_mean(name, configs, what='there')}")
 
     def _put(self, base: type[ComponentConfig], config: ComponentConfig, name: str = "") -> None:
         """Put in the configuration of a component, in the place of an earlier one if it has no name."""
         path = KINDS[base].path(name)
         if name and name in self._configs(base):
-            raise ConfigError([f"'{name}' is in '{'.'.join(path[:-1])}' already: give one of them another name"])
+            raise ConfigError(f"'{name}' is in '{'.'.join(path[:-1])}' already: give one of them another name")
         if not isinstance(config, base):
             raise TypeError(f"the configuration is a {type(config).__name__}; wanted is one of a {KINDS[base].name}")
         self.config = _with_value(self.config, path, config)

@@ -58,7 +58,9 @@ def field_help(model: type[ConfigModel], prefix: str = "") -> Iterator[FieldHelp
         section = None if inner is None or issubclass(inner, ComponentConfig) else inner
         # An optional section has a line of its own; of a required one only the fields are listed.
         if section is None or field.default is None:
-            yield FieldHelp(prefix + name, _words(field.annotation), _default(field), field.description or "")
+            yield FieldHelp(
+                prefix + name, _words(field.annotation), _default(field), " ".join((field.description or "").split())
+            )
         if section is not None:
             yield from field_help(section, f"{prefix}{name}.")
 

@@ -14,13 +14,13 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxft.errors import ConfigError, did_you_mean
 from jaxft.files import home_path, read_utf8, safe_name
-from jaxft.harness.config_types import ConfigText, kind_in_words
+from jaxft.harness.config_types import ConfigText, kind_in_words, walk
 from jaxft.harness.strict_yaml import parse_yaml
 from jaxft.runs.environment import is_secret_name, secrets_in_urls
 
@@ -55,13 +55,13 @@ def read_layers(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     try:
         text, resolved = read_utf8(path), path.resolve()
     except ValueError as error:
-        raise ConfigError([f"{error}{f' (base of {chain[-1]})' if chain else ''}"]) from None
+        raise ConfigError(f"{error}{f' (base of {chain[-1]})' if chain else ''}") from None
     if resolved in chain:
         circle = " -> ".join(str(file) for file in (*chain[chain.index(resolved) :], resolved))
-        raise ConfigError([f"{path}: inherits itself: {circle}"])
+        raise ConfigError(f"{path}: inherits itself: {circle}")
     mapping = parse_yaml(text, str(path))
     if not isinstance(mapping, dict):
-        raise ConfigError([f"{path}:1: wants a mapping of sections, holds {kind_in_words(mapping)}"])
+        raise ConfigError(f"{path}:1: wants a mapping of sections, holds {kind_in_words(mapping)}")
     return merge_with_base(mapping, resolved.parent, str(path), (*chain, resolved))
 
 
@@ -74,7 +74,7 @@ def merge_with_base(
         return own
     base = own.pop("base")
     if not isinstance(base, str):
-        raise ConfigError([f"{source}: base: wants the path of a YAML file, holds {kind_in_words(base)}"])
+        raise ConfigError(f"{source}: base: wants the path of a YAML file, holds {kind_in_words(base)}")
     faults = ConfigErrors()
     base = _with_variables(base, "base", faults)
     if faults:
@@ -225,7 +225,7 @@ def with_fields_expanded(output_dir: str, config: Mapping[str, Any]) -> str:
         ValueError: there is no such field, it holds no single value or a secret, or a brace stands alone; the message
             begins with the fault.
     """
-    values = dict(_flat(config, ""))
+    values = {path: value for path, value in walk(config) if path}
     section = OUTPUT_DIR.partition(".")[0]
     values = {path.removeprefix(f"{section}."): value for path, value in values.items()} | values
 
@@ -252,12 +252,3 @@ def with_fields_expanded(output_dir: str, config: Mapping[str, Any]) -> str:
         return safe_name(text)
 
     return _FIELD.sub(replacement, output_dir)
-
-
-def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield everything in a configuration by its dotted path."""
-    if path:
-        yield path, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in items:
-        yield from _flat(inner, f"{path}.{name}" if path else str(name))

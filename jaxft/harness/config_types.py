@@ -6,7 +6,7 @@ reference (`LLMRef`, ...) is the name of an entry of the same configuration.
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,7 @@ from jaxft.files import home_path
 class ConfigModel(BaseModel):
     """Base of all config classes: immutable, without unknown fields, and with errors that never show values."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
     # Here and below `info` is pydantic's ValidationInfo, a protocol that no run-time check can test for.
     @field_validator("*", mode="before")
@@ -149,6 +149,19 @@ def entries(values: Any, section: str) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield everything in a configuration, or in what is dumped of one, with its dotted path.
+
+    >>> dict(walk({"a": {"b": [1]}}))
+    {'': {'a': {'b': [1]}}, 'a': {'b': [1]}, 'a.b': [1], 'a.b.0': 1}
+    """
+    yield path, value
+    is_list = isinstance(value, list | tuple | set | frozenset)
+    inner = dict(value) if isinstance(value, BaseModel | Mapping) else dict(enumerate(value)) if is_list else {}
+    for name, each in inner.items():
+        yield from walk(each, f"{path}.{name}" if path else str(name))
+
+
 def check_reference(section: str, name: str, info: Any) -> str:
     """Return `name` if a section of the configuration, the context of its validation, has it; else raise an error."""
     names = entries(info.context, section)
@@ -174,12 +187,11 @@ TrainerRef = Annotated[str, _reference("trainers")]
 class RewardFunctionConfig(ConfigModel):
     """The evaluator whose score is the reward, and the treatment of unusable scores."""
 
-    name: EvaluatorRef = Field(description="The evaluator whose score is the reward: an entry of eval.evaluators.")
-    unusable: Literal["unscorable", "zero", "error"] = Field(
-        default="unscorable",
-        description="Treatment of an episode whose reward is None, NaN or infinite: 'unscorable' leaves it out of "
-        "training and of every baseline, 'zero' gives it the reward 0, 'error' ends the run.",
-    )
+    name: EvaluatorRef
+    """The evaluator whose score is the reward: an entry of eval.evaluators."""
+    unusable: Literal["unscorable", "zero", "error"] = "unscorable"
+    """Treatment of an episode whose reward is None, NaN or infinite: 'unscorable' leaves it out of training and of
+    every baseline, 'zero' gives it the reward 0, 'error' ends the run."""
 
 
 @functools.cache

@@ -259,10 +259,8 @@ class TrainerAdapter(ABC):
             ConfigError: the adapter cannot; by default none can, as its jobs may change the weights in mid-episode.
         """
         raise ConfigError(
-            [
-                f"max_staleness: is {max_staleness}, but {type(self).__name__} cannot sample beside a job: set it to "
-                "0, or give the adapter allow_staleness, pin_weights and release_weights"
-            ]
+            f"max_staleness: is {max_staleness}, but {type(self).__name__} cannot sample beside a job: set it to "
+            "0, or give the adapter allow_staleness, pin_weights and release_weights"
         )
 
     async def pin_weights(self, *, finishes_requests: bool = True) -> None:
@@ -316,9 +314,9 @@ class Trainer(ABC):
 
     def __init__(self, trainer_config: TrainerConfig, **kwargs: Any) -> None:
         self.trainer_config = trainer_config
-        self.trajectory_builder: TrajectoryBuilder | None = None
-        self.trainer_adapter: TrainerAdapter | None = None
-        self.run_config: FinetuneConfig | None = None
+        self.trajectory_builder: TrajectoryBuilder = None  # type: ignore[assignment]  # until bind_components
+        self.trainer_adapter: TrainerAdapter = None  # type: ignore[assignment]
+        self.run_config: FinetuneConfig = None  # type: ignore[assignment]  # until initialize
         self.curriculum_config: CurriculumLearningConfig | None = None
         self.reward: RewardFunctionConfig | None = None
         self.loggers = Loggers()
@@ -408,7 +406,6 @@ class Trainer(ABC):
         collects ahead returns what they were before the collections that no job has trained yet, which a resumed run
         repeats.
         """
-        assert self.trajectory_builder is not None
         evaluation = self.trajectory_builder.evaluation
         return {
             "builder": self.trajectory_builder.state(),
@@ -473,7 +470,6 @@ class Trainer(ABC):
         """
         if self.run_config is None or self.curriculum_config is None or self._curriculum_state is None:
             raise RuntimeError(f"{type(self).__name__} is not initialised: call initialize first")
-        assert self.trainer_adapter is not None  # as of any trainer that is initialised
         if not self.has_curriculum:
             return trajectory_collection
         own = {name: task.curriculum_learning for name, task in self.run_config.per_task.items()}

@@ -22,7 +22,7 @@ from jaxft.harness.config_types import (
     TrajectoryBuilderRef,
     config_error,
 )
-from jaxft.harness.registry import REGISTRY, LoggerConfig, chosen_by_type
+from jaxft.harness.registry import LoggerConfig, chosen_by_type
 from jaxft.harness.steps import IntermediateStep
 from jaxft.rollout.recorder import WORKFLOW
 from jaxft.rollout.sequences import TokenSequence
@@ -240,55 +240,42 @@ class EvaluationRunOutput(DataModel):
 class CurriculumLearningConfig(ConfigModel):
     """Curriculum: selection of the groups that an epoch trains: those whose rewards differ, the easy ones first."""
 
-    enabled: bool = Field(default=False, description="Train selected groups only; false: train all groups.")
-    initial_percentile: float = Field(
-        default=0.3, gt=0.0, le=1.0, description="Fraction of the groups that the first epochs train."
-    )
-    increment_percentile: float = Field(default=0.2, gt=0.0, le=1.0, description="Fraction added by each expansion.")
-    expansion_interval: int = Field(default=5, ge=1, description="Epochs between two expansions.")
-    min_reward_diff: float = Field(
-        default=0.1,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Minimum difference of the largest and smallest reward of a group, as the loss weighs them; groups "
-        "below it are dropped.",
-    )
-    sort_ascending: bool = Field(default=False, description="Hard groups (low mean reward) first; false: easy first.")
-    random_subsample: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=1.0,
-        description="Largest fraction of the groups, after min_reward_diff, that an epoch trains, drawn at random; "
-        "null: no limit.",
-    )
+    enabled: bool = False
+    """Train selected groups only; false: train all groups."""
+    initial_percentile: float = Field(default=0.3, gt=0.0, le=1.0)
+    """Fraction of the groups that the first epochs train."""
+    increment_percentile: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Fraction added by each expansion."""
+    expansion_interval: int = Field(default=5, ge=1)
+    """Epochs between two expansions."""
+    min_reward_diff: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    """Minimum difference of the largest and smallest reward of a group, as the loss weighs them; groups below it are
+    dropped."""
+    sort_ascending: bool = False
+    """Hard groups (low mean reward) first; false: easy first."""
+    random_subsample: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Largest fraction of the groups, after min_reward_diff, that an epoch trains, drawn at random; null: no limit."""
 
 
 class TaskConfig(ConfigModel):
     """A task of a run: rows of the dataset with an evaluator, a weight and a curriculum of their own."""
 
-    weight: float = Field(
-        default=1.0, gt=0.0, allow_inf_nan=False, description="Share of the task in an epoch, beside other weights."
-    )
-    evaluator: EvaluatorRef | None = Field(
-        default=None,
-        description="The evaluator whose score is the reward of its rows, and that scores no others; null: that of "
-        "reward_function.",
-    )
-    curriculum_learning: CurriculumLearningConfig | None = Field(
-        default=None, description="Curriculum in the place of that of the run; null: that of the run."
-    )
+    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Share of the task in an epoch, beside other weights."""
+    evaluator: EvaluatorRef | None = None
+    """The evaluator whose score is the reward of its rows, and that scores no others; null: that of reward_function."""
+    curriculum_learning: CurriculumLearningConfig | None = None
+    """Curriculum in the place of that of the run; null: that of the run."""
 
 
 class CheckpointConfig(ConfigModel):
     """Frequency of checkpoints, and number of checkpoints to keep beside the one of the best validation reward."""
 
-    every: int | None = Field(
-        default=1,
-        ge=1,
-        description="Epochs between two checkpoints; one is also taken before the first epoch and after the last. "
-        "null: no checkpoints, and the run cannot be resumed.",
-    )
-    max_to_keep: int = Field(default=2, ge=1, description="Number of the newest checkpoints to keep.")
+    every: int | None = Field(default=1, ge=1)
+    """Epochs between two checkpoints; one is also taken before the first epoch and after the last. null: no
+    checkpoints, and the run cannot be resumed."""
+    max_to_keep: int = Field(default=2, ge=1)
+    """Number of the newest checkpoints to keep."""
 
 
 class FinetuneRunConfig(DataModel):
@@ -307,23 +294,20 @@ class FinetuneRunConfig(DataModel):
     endpoint_timeout: float | None = None
 
 
-class TensorBoardLoggerConfig(LoggerConfig, name="tensorboard"):
+class TensorBoardLoggerConfig(LoggerConfig, name="tensorboard", factory="jaxft.runs.tensorboard:tensorboard_logger"):
     """Metrics and timings in files that TensorBoard shows, in the folder `tensorboard` of the run directory."""
 
 
-class WandbLoggerConfig(LoggerConfig, name="wandb"):
+class WandbLoggerConfig(
+    LoggerConfig, name="wandb", factory="jaxft.runs.weights_and_biases:wandb_logger", install="wandb"
+):
     """Metrics, tables of sample episodes, configuration and artifacts in a run of Weights & Biases.
 
     All else is decided by the environment variables of W&B, such as WANDB_MODE, WANDB_ENTITY and WANDB_TAGS.
     """
 
-    project: str | None = Field(
-        default=None, min_length=1, description="Project of the run; null: WANDB_PROJECT, or the default of W&B."
-    )
-
-
-REGISTRY.add(LoggerConfig, TensorBoardLoggerConfig, "jaxft.runs.tensorboard:tensorboard_logger")
-REGISTRY.add(LoggerConfig, WandbLoggerConfig, "jaxft.runs.weights_and_biases:wandb_logger", extra="wandb")
+    project: str | None = Field(default=None, min_length=1)
+    """Project of the run; null: WANDB_PROJECT, or the default of W&B."""
 
 
 def _check_name(value: Any) -> Any:
@@ -337,71 +321,47 @@ AnyLogger = Annotated[SerializeAsAny[LoggerConfig], chosen_by_type(LoggerConfig)
 class FinetuneConfig(ConfigModel):
     """The section `finetuning`: the components of the run, its length, its seed and its directory."""
 
-    enabled: bool = Field(default=False, description="Allow `jaxft finetune` to train.")
-    trainer: TrainerRef | None = Field(default=None, description="An entry of trainers; null only if not enabled.")
-    trajectory_builder: TrajectoryBuilderRef | None = Field(
-        default=None, description="An entry of trajectory_builders; null only if not enabled."
-    )
-    trainer_adapter: TrainerAdapterRef | None = Field(
-        default=None, description="An entry of trainer_adapters; null only if not enabled."
-    )
-    reward_function: RewardFunctionConfig | None = Field(
-        default=None,
-        description="The evaluator whose score is the reward, except of tasks with one of their own; null only if not "
-        "enabled.",
-    )
-    num_epochs: int = Field(
-        default=1, ge=1, description="Number of epochs, each a collection of trajectories with its updates."
-    )
-    seed: Seed = Field(default=0, description="Seed of sampling, data order and new weights.")
-    output_dir: OutputPath = Field(
-        default=Path("runs/finetuning"),
-        description="Run directory, relative to the working directory. {seed} and other fields are replaced by their "
-        "values, as in runs/{trainer_adapters.local.loss.name}/{seed}; {{ and }} stand for braces.",
-    )
-    target_functions: tuple[str, ...] = Field(
-        default=(WORKFLOW,),
-        description="Functions (jaxft.named_function) whose model calls are trained, by name; <workflow>: all calls.",
-    )
-    target_model: LLMRef | None = Field(
-        default=None, description="The language model whose calls are trained: an entry of llms; null: all models."
-    )
-    curriculum_learning: CurriculumLearningConfig = Field(
-        default=CurriculumLearningConfig(), description="Selection of the groups that an epoch trains."
-    )
-    task_key: str = Field(
-        default="task_name",
-        min_length=1,
-        description="Column of the dataset with the task of a row, which per_task and mixtures read.",
-    )
-    per_task: dict[str, TaskConfig] = Field(
-        default={},
-        description="Tasks, by the text in the column task_key, each with a weight (its share of an epoch), an "
-        "evaluator and a curriculum_learning of its own; {}: one task.",
-    )
-    checkpoints: CheckpointConfig = Field(
-        default=CheckpointConfig(), description="Schedule and number of the checkpoints."
-    )
-    loggers: tuple[AnyLogger, ...] = Field(
-        default=(TensorBoardLoggerConfig(),),
-        description="Loggers that get metrics, samples and artifacts of the run, as in [tensorboard, wandb] or, with "
-        "settings, [{_type: wandb, project: agents}]; []: none. The run's own files are written in any case.",
-    )
-    strict_compile: bool = Field(
-        default=False,
-        description="Compile every program before the first epoch, and fail if a later epoch compiles another.",
-    )
-    grace_seconds: float = Field(
-        default=30.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Seconds that a running update may still take after SIGINT or SIGTERM.",
-    )
+    enabled: bool = False
+    """Allow `jaxft finetune` to train."""
+    trainer: TrainerRef | None = None
+    """An entry of trainers; null only if not enabled."""
+    trajectory_builder: TrajectoryBuilderRef | None = None
+    """An entry of trajectory_builders; null only if not enabled."""
+    trainer_adapter: TrainerAdapterRef | None = None
+    """An entry of trainer_adapters; null only if not enabled."""
+    reward_function: RewardFunctionConfig | None = None
+    """The evaluator whose score is the reward, except of tasks with one of their own; null only if not enabled."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Number of epochs, each a collection of trajectories with its updates."""
+    seed: Seed = 0
+    """Seed of sampling, data order and new weights."""
+    output_dir: OutputPath = Path("runs/finetuning")
+    """Run directory, relative to the working directory. {seed} and other fields are replaced by their values, as in
+    runs/{trainer_adapters.local.loss.name}/{seed}; {{ and }} stand for braces."""
+    target_functions: tuple[str, ...] = (WORKFLOW,)
+    """Functions (jaxft.named_function) whose model calls are trained, by name; <workflow>: all calls."""
+    target_model: LLMRef | None = None
+    """The language model whose calls are trained: an entry of llms; null: all models."""
+    curriculum_learning: CurriculumLearningConfig = CurriculumLearningConfig()
+    """Selection of the groups that an epoch trains."""
+    task_key: str = Field(default="task_name", min_length=1)
+    """Column of the dataset with the task of a row, which per_task and mixtures read."""
+    per_task: dict[str, TaskConfig] = Field(default={})
+    """Tasks, by the text in the column task_key, each with a weight (its share of an epoch), an evaluator and a
+    curriculum_learning of its own; {}: one task."""
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    """Schedule and number of the checkpoints."""
+    loggers: tuple[AnyLogger, ...] = (TensorBoardLoggerConfig(),)
+    """Loggers that get metrics, samples and artifacts of the run, as in [tensorboard, wandb] or, with settings,
+    [{_type: wandb, project: agents}]; []: none. The run's own files are written in any case."""
+    strict_compile: bool = False
+    """Compile every program before the first epoch, and fail if a later epoch compiles another."""
+    grace_seconds: float = Field(default=30.0, ge=0.0, allow_inf_nan=False)
+    """Seconds that a running update may still take after SIGINT or SIGTERM."""
 
     # For trainers that read dataset and validation there, as the toolkit's do.
-    run_configuration: FinetuneRunConfig | None = Field(
-        default=None, exclude=True, repr=False, description="Options of the command line, set by the run."
-    )
+    run_configuration: FinetuneRunConfig | None = Field(default=None, exclude=True, repr=False)
+    """Options of the command line, set by the run."""
 
     @field_validator("run_configuration")
     @classmethod

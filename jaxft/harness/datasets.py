@@ -13,50 +13,48 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import Field
-
 from jaxft.errors import DatasetError
 from jaxft.files import STRICT_JSON, read_utf8
 from jaxft.harness.config_types import ConfigModel, InputPath
 from jaxft.harness.data_models import EvalInputItem
-from jaxft.harness.registry import REGISTRY, DatasetConfig
+from jaxft.harness.registry import DatasetConfig
 
 
 class DatasetStructureConfig(ConfigModel):
     """Names of the fields of a row with input and expected output."""
 
-    question_key: str | None = Field(
-        default="question",
-        description="Field of a row with the input that evaluators see; the agent gets the whole row, and the input as "
-        "`jaxft.episode().input_obj`; null: the whole row is the input.",
-    )
-    answer_key: str | None = Field(default="answer", description="Field of a row with the expected output; null: none.")
+    question_key: str | None = "question"
+    """Field of a row with the input that evaluators see; the agent gets the whole row, and the input as
+    `jaxft.episode().input_obj`; null: the whole row is the input."""
+    answer_key: str | None = "answer"
+    """Field of a row with the expected output; null: none."""
 
 
 class RowDatasetConfig(DatasetConfig):
     """Settings of all datasets of rows with named fields."""
 
-    id_key: str = Field(default="id", description="Field with a unique id; if no row has it, rows are numbered from 0.")
-    structure: DatasetStructureConfig = Field(
-        default=DatasetStructureConfig(), description="Names of the fields with input and expected output."
-    )
+    id_key: str = "id"
+    """Field with a unique id; if no row has it, rows are numbered from 0."""
+    structure: DatasetStructureConfig = DatasetStructureConfig()
+    """Names of the fields with input and expected output."""
 
 
 class FileDatasetConfig(RowDatasetConfig):
     """Settings of all datasets that are read from a file."""
 
-    file_path: InputPath = Field(description="File of examples, relative to the folder of the YAML file.")
+    file_path: InputPath
+    """File of examples, relative to the folder of the YAML file."""
 
 
-class JsonlDatasetConfig(FileDatasetConfig, name="jsonl"):
+class JsonlDatasetConfig(FileDatasetConfig, name="jsonl", factory="jaxft.harness.datasets:file_dataset"):
     """One JSON object per line; blank lines are skipped."""
 
 
-class JsonDatasetConfig(FileDatasetConfig, name="json"):
+class JsonDatasetConfig(FileDatasetConfig, name="json", factory="jaxft.harness.datasets:file_dataset"):
     """A file with one JSON list of objects."""
 
 
-class CsvDatasetConfig(FileDatasetConfig, name="csv"):
+class CsvDatasetConfig(FileDatasetConfig, name="csv", factory="jaxft.harness.datasets:file_dataset"):
     """Rows of texts under a header with the column names; CSV has no types, so `1` and `true` are texts as well.
 
     Fields end with a comma, or with a tab if the name of the file ends in .tsv.
@@ -168,10 +166,6 @@ READERS: dict[type[FileDatasetConfig], Callable[[Path], Iterator[DatasetRow]]] =
 async def file_dataset(config: FileDatasetConfig, builder: Any) -> AsyncIterator[list[EvalInputItem]]:
     """Yield the examples of a file."""
     yield file_items(config)
-
-
-for _config_type in READERS:
-    REGISTRY.add(DatasetConfig, _config_type, file_dataset)
 
 
 def file_items(config: FileDatasetConfig) -> list[EvalInputItem]:

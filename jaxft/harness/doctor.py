@@ -128,7 +128,7 @@ def _show_sharding(show: Callable[[str], None], config: Config | None) -> None:
         try:
             table = None if llm.module is None else importlib.import_module(llm.module).sharding_table(llm)
         except ValueError as error:
-            raise ConfigError([f"llms.{name}.mesh: {error}"]) from error
+            raise ConfigError(f"llms.{name}.mesh: {error}") from error
         if table is not None:
             show(f"llms.{name}\n{table}\n")
 

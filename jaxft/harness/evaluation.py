@@ -212,11 +212,7 @@ class Evaluation:
         """Start episodes like `start`, and return their outcomes in the same order. Cancelling it cancels them."""
         before = set(self._group_tasks)
         episodes = self.start(
-            items,
-            stream=stream,
-            rollout_index=rollout_index,
-            num_generations=num_generations,
-            temperature=temperature,
+            items, stream=stream, rollout_index=rollout_index, num_generations=num_generations, temperature=temperature
         )
         group_tasks = self._group_tasks - before
         try:
@@ -236,7 +232,7 @@ class Evaluation:
         columns = dict.fromkeys(name for item in items for name in item.full_dataset_entry)
         if self._breakdown_by is not None and self._breakdown_by not in columns:
             hint = did_you_mean(self._breakdown_by, columns, what="columns")
-            raise ConfigError([f"eval.general.breakdown_by: no example has '{self._breakdown_by}'{hint}"])
+            raise ConfigError(f"eval.general.breakdown_by: no example has '{self._breakdown_by}'{hint}")
         return await self.run(items, stream=VALIDATION, num_generations=num_generations, temperature=temperature)
 
     @property

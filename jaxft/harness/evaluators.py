@@ -357,9 +357,8 @@ SECTION = "eval.evaluators"
 class WeightedSumConfig(EvaluatorConfig, name="weighted_sum"):
     """Weighted sum of the scores of other evaluators, as named rewards; unusable if one of the scores is."""
 
-    weights: dict[str, Annotated[float, BeforeValidator(no_bool), Field(allow_inf_nan=False)]] = Field(
-        min_length=1, description="Weight of each score in the sum, by its name: another entry of eval.evaluators."
-    )
+    weights: dict[str, Annotated[float, BeforeValidator(no_bool), Field(allow_inf_nan=False)]] = Field(min_length=1)
+    """Weight of each score in the sum, by its name: another entry of eval.evaluators."""
 
     @field_validator("timeout_seconds")
     @classmethod

@@ -27,7 +27,7 @@ def run(parsed: argparse.Namespace, given: Sequence[str]) -> int:
     async def main() -> None:
         if parsed.atif:
             if parsed.merge or parsed.dtype is not None:
-                raise ConfigError(["--atif writes episodes, and no weights: leave out --merge and --dtype"])
+                raise ConfigError("--atif writes episodes, and no weights: leave out --merge and --dtype")
             return export_episodes(parsed.source, parsed.folder)
         export(parsed.source, parsed.folder, parsed.dtype or "float32", merge=parsed.merge)
 
@@ -47,27 +47,25 @@ def export(source: Path, folder: Path, dtype: str, *, merge: bool = False) -> No
     is_adapter = (model_folder / ADAPTER_CONFIG).is_file()
     if is_adapter and not merge:
         raise ConfigError(
-            [f"{source}: holds adapters, which need no export: copy {model_folder}, or merge them with --merge"]
+            f"{source}: holds adapters, which need no export: copy {model_folder}, or merge them with --merge"
         )
     if merge and not is_adapter:
-        raise ConfigError([f"{source}: holds no adapters to merge: leave out --merge"])
+        raise ConfigError(f"{source}: holds no adapters to merge: leave out --merge")
     if not is_adapter and not config_file(model_folder).is_file():
-        raise ConfigError(
-            [f"{source}: holds no model: give a run directory with one, or a model's folder or GGUF file"]
-        )
+        raise ConfigError(f"{source}: holds no model: give a run directory with one, or a model's folder or GGUF file")
     if folder.exists() and not (folder.is_dir() and os.access(folder, os.R_OK) and not any(folder.iterdir())):
-        raise ConfigError([f"{folder}: is not an empty folder: choose another one"])
+        raise ConfigError(f"{folder}: is not an empty folder: choose another one")
     try:
         load = load_merged if merge else load_model
         model, params = load(model_folder, dtype=jnp.dtype(dtype))
         tokenizer = load_tokenizer(model_folder)
         card = card_of_copy(model_folder, source.resolve().name)
     except (ValueError, OSError) as error:
-        raise ConfigError([f"{model_folder}: {error}"]) from error
+        raise ConfigError(f"{model_folder}: {error}") from error
     try:
         text = card_text(card, SavedWeights(dtype, is_merged=merge))
         save_model(folder, model, params, tokenizer=tokenizer, card=text)
     except OSError as error:
-        raise ConfigError([f"{folder}: the model cannot be written: {error}"]) from error
+        raise ConfigError(f"{folder}: the model cannot be written: {error}") from error
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     Console().message(f"{count:,} parameters in {dtype} written to {folder}")

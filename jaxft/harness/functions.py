@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, PlainSerializer, PlainValidator
 
-from jaxft.errors import ConfigError, did_you_mean
+from jaxft.errors import did_you_mean
 from jaxft.harness.config_types import ConfigText, config_error
 from jaxft.harness.registry import import_module
 
@@ -204,14 +204,7 @@ def load_function(given: Any) -> Function:
     return found
 
 
-def _validate_function(given: Any) -> Function:
-    try:
-        return load_function(given)
-    except (ConfigError, ValueError) as error:
-        raise config_error(str(error)) from None
-
-
-NamedFunction = Annotated[Function, PlainValidator(_validate_function), PlainSerializer(str)]
+NamedFunction = Annotated[Function, PlainValidator(load_function), PlainSerializer(str)]
 """A field with a function: `module:name`, whose module is next to the file, in the working directory, or installed."""
 
 
@@ -222,7 +215,7 @@ def name_or_function(*names: str) -> Any:
         if isinstance(given, str) and ":" not in given and given not in names:
             near = did_you_mean(given, names, what="names")
             raise config_error(f"'{given}' is none of the names, and no function as module:name{near}")
-        return given if isinstance(given, str) and given in names else _validate_function(given)
+        return given if isinstance(given, str) and given in names else load_function(given)
 
     return PlainValidator(validate)
 

@@ -29,7 +29,7 @@ def write_agent(folder: Path) -> list[Path]:
     taken = [each for each in written if (folder / each).exists()]
     if taken or (folder.exists() and not folder.is_dir()):
         there = f"has {', '.join(taken)} already" if taken else "is a file"
-        raise ConfigError([f"{folder}: {there}, and nothing is overwritten: move it away, or take another name"])
+        raise ConfigError(f"{folder}: {there}, and nothing is overwritten: move it away, or take another name")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path, template in written.items():
@@ -53,7 +53,7 @@ def check_name(name: str) -> None:
     if not suggestion or suggestion[0].isdigit():
         suggestion = f"agent_{suggestion}".strip("_")
     what = "a name that Python has itself" if taken else "no name of a Python module"
-    raise ConfigError([f"'{name}' is {what}: take '{suggestion}'"])
+    raise ConfigError(f"'{name}' is {what}: take '{suggestion}'")
 
 
 def _fill_template(text: str, name: str) -> str:

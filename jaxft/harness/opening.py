@@ -11,12 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxft.errors import (
-    DiskFull,
-    HostsError,
-    one_line,
-    without_secrets,
-)
+from jaxft.errors import DiskFull, HostsError, one_line, without_secrets
 from jaxft.harness.builder import Builder
 from jaxft.harness.checkpointing import Checkpointing, check_changes, find_changes, masked_paths, record, saved_config
 from jaxft.harness.config import Config, config_secrets, resolved_yaml, validation_config

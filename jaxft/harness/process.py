@@ -13,10 +13,7 @@ DIVIDED = "xla_force_host_platform_device_count"
 THREADS = "32"
 """Size of XLA's thread pools for a divided CPU, unless `NPROC` sets it; the default is no more than the devices."""
 
-CACHE_SETTINGS = {
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0,
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
-}
+CACHE_SETTINGS = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0, "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1}
 """Settings of jax's compilation cache: small programs are cached as well, as a run compiles many."""
 
 

@@ -30,15 +30,22 @@ from jaxft.plugins import plugins
 class ComponentConfig(ConfigModel):
     """Base of the kinds of component configs in `KINDS`.
 
+    A subclass has the keywords `name`, its `_type`; `factory`, the `module:function` of its factory, unless that is
+    registered by a decorator; and `install`, the extra of jaxft that this module needs.
+
     Attributes:
         type_name: the `_type` that chooses this class; None for a class without a name.
     """
 
     type_name: ClassVar[str | None] = None
 
-    def __init_subclass__(cls, *, name: str | None = None, **options: Any) -> None:
+    def __init_subclass__(
+        cls, *, name: str | None = None, factory: str | None = None, install: str | None = None, **options: Any
+    ) -> None:
         super().__init_subclass__(**options)
         cls.type_name = name
+        if factory is not None:
+            REGISTRY.add(cls, factory, extra=install)
 
     @model_serializer(mode="wrap")
     def _with_type(self, serialize: Any) -> dict[str, Any]:
@@ -89,13 +96,9 @@ class EvaluatorConfig(ComponentConfig):
     An `EvaluatorInfo` or a `BaseEvaluator`, as the toolkit has them, is one, too.
     """
 
-    timeout_seconds: float | None = Field(
-        default=None,
-        gt=0.0,
-        allow_inf_nan=False,
-        description="Seconds that it may take to score an episode, which fails after that. With a limit, a sync "
-        "evaluator runs in a thread of its own and so may be called several times at once; null: no limit.",
-    )
+    timeout_seconds: float | None = Field(default=None, gt=0.0, allow_inf_nan=False)
+    """Seconds that it may take to score an episode, which fails after that. With a limit, a sync evaluator runs in a
+    thread of its own and so may be called several times at once; null: no limit."""
 
 
 class GroupEvaluatorConfig(EvaluatorConfig):
@@ -219,26 +222,17 @@ class Registry:
     def __init__(self) -> None:
         self._components: dict[tuple[type[ComponentConfig], str], Component] = {}
 
-    def add(
-        self,
-        base: type[ComponentConfig],
-        config_type: type[ComponentConfig],
-        factory: Factory | str,
-        *,
-        extra: str | None = None,
-    ) -> None:
-        """Register a factory, or its `module:function`, for a config class of the kind `base`.
+    def add(self, config_type: type[ComponentConfig], factory: Factory | str, *, extra: str | None = None) -> None:
+        """Register a factory, or its `module:function`, for a config class.
 
         The same function may be registered again (if its module is reloaded, or imported by another name) and then
         replaces the earlier one. `extra` is the extra of jaxft that its module needs.
 
         Raises:
-            TypeError: the class is not a config of that kind or has no name, or the factory is not an async generator
-                function.
+            TypeError: the class has no name, or the factory is not an async generator function.
             ConfigError: another factory has the name.
         """
-        if not issubclass(config_type, base):
-            raise TypeError(f"config_type is {config_type.__name__}, which is no {base.__name__}")
+        base = next(base for base in KINDS if issubclass(config_type, base))
         if config_type.type_name is None:
             raise TypeError(
                 f"{config_type.__name__} has no name: write class {config_type.__name__}({base.__name__}, name='...')"
@@ -248,7 +242,7 @@ class Registry:
         name = config_type.type_name
         old = self._components.setdefault((base, name), new)
         if old.place != new.place:
-            raise ConfigError([f"two {KINDS[base].name}s are named '{name}': {old.place} and {new.place}: rename one"])
+            raise ConfigError(f"two {KINDS[base].name}s are named '{name}': {old.place} and {new.place}: rename one")
         self._components[base, name] = new
 
     def find(self, base: type[ComponentConfig], name: str) -> Component:
@@ -261,7 +255,7 @@ class Registry:
             names = self.names(base)
             listed = f"; registered: {', '.join(names) or 'none'}"
             near = did_you_mean(name, names, what="registered")
-            raise ConfigError([f"no {KINDS[base].name} is named '{name}'{near}{'' if near == listed else listed}"])
+            raise ConfigError(f"no {KINDS[base].name} is named '{name}'{near}{'' if near == listed else listed}")
         return self._components[base, name]
 
     def packages(self) -> set[str]:
@@ -309,7 +303,9 @@ def chosen_by_type(base: type[ComponentConfig]) -> PlainValidator:
 def _decorator(base: type[ComponentConfig]) -> Callable[..., Callable[[F], F]]:
     def register(*, config_type: type[ComponentConfig]) -> Callable[[F], F]:
         def decorate(factory: F) -> F:
-            REGISTRY.add(base, config_type, factory)
+            if not issubclass(config_type, base):
+                raise TypeError(f"config_type is {config_type.__name__}, which is no {base.__name__}")
+            REGISTRY.add(config_type, factory)
             return factory
 
         return decorate
@@ -372,7 +368,7 @@ def import_module(name: str) -> None:
         with user_code():
             module = importlib.import_module(path.stem if is_path else location)
     except UserCodeError as failure:
-        raise ConfigError([f"the module '{name}' cannot be imported:{failure.where}"]) from failure.error
+        raise ConfigError(f"the module '{name}' cannot be imported:{failure.where}") from failure.error
     file = path / "__init__.py" if path.is_dir() else path
     if is_path and Path(module.__file__ or "").resolve() != file.resolve():
-        raise ConfigError([f"the module '{name}' is {module.__file__}, not {file}: rename one of them"])
+        raise ConfigError(f"the module '{name}' is {module.__file__}, not {file}: rename one of them")

@@ -40,11 +40,7 @@ from jaxft.redaction import redacted_values
 from jaxft.runs.console import Console
 from jaxft.runs.directory import RunDirectory
 from jaxft.runs.environment import environment, script
-from jaxft.runs.files import (
-    CONFIG_FILE,
-    ENVIRONMENT_FILE,
-    RESULT_FILE,
-)
+from jaxft.runs.files import CONFIG_FILE, ENVIRONMENT_FILE, RESULT_FILE
 from jaxft.runs.loggers import LoggedRun, Loggers, Status
 from jaxft.runs.metrics import reward_figures
 from jaxft.runs.records import read_run
@@ -111,7 +107,7 @@ class Session:
         """
         trainer, group = await self.trainer(), process_group()
         if not (group.is_alone or (adapter := await self.adapter()).joins_processes):
-            raise ConfigError([f"{type(adapter).__name__} takes jobs of one process only: start one process"])
+            raise ConfigError(f"{type(adapter).__name__} takes jobs of one process only: start one process")
         group.on_stopping, trainer.begins = partial(setattr, trainer, "is_stopping", True), group.allows
         try:
             options = {"run_configuration": self._run_configuration()}
@@ -281,18 +277,14 @@ class Session:
         """
         finetuning = self.config.finetuning
         if not finetuning.enabled:
-            raise ConfigError(["finetuning.enabled: is false: set it to true to train"])
+            raise ConfigError("finetuning.enabled: is false: set it to true to train")
         trainer = await self.builder.get_trainer(finetuning.trainer or "")
         trajectory_builder = await self.builder.get_trajectory_builder(finetuning.trajectory_builder or "")
         await trainer.bind_components(trajectory_builder, await self.adapter())
         return trainer
 
     async def evaluate(
-        self,
-        items: Sequence[EvalInputItem] | None = None,
-        *,
-        temperature: float | None = 0.0,
-        num_generations: int = 1,
+        self, items: Sequence[EvalInputItem] | None = None, *, temperature: float | None = 0.0, num_generations: int = 1
     ) -> EvaluationRunOutput:
         """Run the workflow without training, greedily by default. Each call uses new random numbers.
 

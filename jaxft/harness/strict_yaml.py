@@ -73,18 +73,18 @@ def parse_yaml(text: str, source: str) -> Any:
     {'a': 1e-05, 'b': ['on', 15, None]}
     """
     if len(text) > MAX_CHARACTERS:
-        raise ConfigError([f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read"])
+        raise ConfigError(f"{source}: {len(text):,} characters; at most {MAX_CHARACTERS:,} are read")
     try:
         return _copy_value(yaml.load(text, _Loader), [MAX_VALUES])
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError([f"{source}:{line}: the character {error.character!r} is not allowed"]) from None
+        raise ConfigError(f"{source}:{line}: the character {error.character!r} is not allowed") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(text for text in (error.context, error.problem) if text)
-        raise ConfigError([f"{source}:{mark.line + 1 if mark else 1}: {problem}"]) from None
+        raise ConfigError(f"{source}:{mark.line + 1 if mark else 1}: {problem}") from None
     except RecursionError:
-        raise ConfigError([f"{source}:1: nested too deeply, or its aliases expand to too many values"]) from None
+        raise ConfigError(f"{source}:1: nested too deeply, or its aliases expand to too many values") from None
 
 
 def dump_yaml(value: Any) -> str:

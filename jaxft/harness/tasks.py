@@ -42,10 +42,10 @@ class Tasks(NamedTuple):
             row, task, place = item.full_dataset_entry, self.of(item), f"row '{item.id}' of {source}"
             if self.key not in row:
                 near = did_you_mean(self.key, row, what="columns")
-                raise ConfigError([f"finetuning.task_key: is '{self.key}', a column that {place} does not have{near}"])
+                raise ConfigError(f"finetuning.task_key: is '{self.key}', a column that {place} does not have{near}")
             if task not in self.configs:
                 near = did_you_mean(str(task), self.configs, what="tasks") + "; add it, with {} if nothing is its own"
-                raise ConfigError([f"finetuning.per_task: has no '{task}', of which {place} is{near}"])
+                raise ConfigError(f"finetuning.per_task: has no '{task}', of which {place} is{near}")
 
 
 def tasks_of(config: FinetuneConfig) -> Tasks:
@@ -60,7 +60,8 @@ AnyWorkflow = Annotated[SerializeAsAny[WorkflowConfig], chosen_by_type(WorkflowC
 class MixtureConfig(DatasetConfig, name="mixture"):
     """The rows of several datasets, each with its task in the column `finetuning.task_key`; ids are TASK/ID."""
 
-    datasets: dict[str, AnyDataset] = Field(min_length=1, description="The datasets, by the name of their task.")
+    datasets: dict[str, AnyDataset] = Field(min_length=1)
+    """The datasets, by the name of their task."""
 
 
 @register_dataset_loader(config_type=MixtureConfig)
@@ -88,7 +89,8 @@ async def mixture(config: MixtureConfig, builder: Any) -> AsyncIterator[list[Eva
 class WorkflowPerTaskConfig(WorkflowConfig, name="per_task"):
     """The workflow of the task that a row is of."""
 
-    workflows: dict[str, AnyWorkflow] = Field(min_length=1, description="The workflows, by the name of their task.")
+    workflows: dict[str, AnyWorkflow] = Field(min_length=1)
+    """The workflows, by the name of their task."""
 
 
 class WorkflowPerTask(NamedTuple):
@@ -112,7 +114,7 @@ def workflow_of(workflow: WorkflowPerTask | Callable[..., Any], row: Mapping[str
         return workflow
     if (task := str(row.get(workflow.key))) not in workflow.workflows:
         near = did_you_mean(task, workflow.workflows, what="there are")
-        raise ConfigError([f"workflow.workflows: has no '{task}', which the row's column '{workflow.key}' names{near}"])
+        raise ConfigError(f"workflow.workflows: has no '{task}', which the row's column '{workflow.key}' names{near}")
     return workflow.workflows[task]
 
 
@@ -125,7 +127,7 @@ async def workflow_per_task(config: WorkflowPerTaskConfig, builder: Any) -> Asyn
     """
     finetuning = builder.config.finetuning
     if missing := [name for name in finetuning.per_task if name not in config.workflows]:
-        raise ConfigError([f"workflow.workflows: has no '{missing[0]}', a task of finetuning.per_task: add it"])
+        raise ConfigError(f"workflow.workflows: has no '{missing[0]}', a task of finetuning.per_task: add it")
     made = {
         task: await _builder_of(builder, task).make(f"workflows.{task}", each)
         for task, each in config.workflows.items()

@@ -114,9 +114,7 @@ def run_arguments(
     log_arguments(parser)
     _data_arguments(parser)
     parser.add_argument(
-        "--strict-compile",
-        action="store_true",
-        help="compile every program first; fail if an epoch compiles more",
+        "--strict-compile", action="store_true", help="compile every program first; fail if an epoch compiles more"
     )
     processes_arguments(parser)
     existing = parser.add_mutually_exclusive_group()

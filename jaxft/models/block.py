@@ -159,10 +159,8 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], kind: LayerKind, context: Context, pages: LayerPages | None
     ) -> tuple[Float[Array, "B T D"], LayerPages | None]:
         rows, length, _ = x.shape
-        angles, scores = (
-            context.angles[kind.rope],
-            Scores(self.scale, kind.window, self.soft_cap, self.sinks is not None),
-        )
+        angles = context.angles[kind.rope]
+        scores = Scores(self.scale, kind.window, self.soft_cap, self.sinks is not None)
         heads = self.joined_heads(x, angles, context) if self.is_joined else self.separate_heads(x, angles, context)
         q, k, v = by_heads(context.sharding, heads)
         if angles is not None and angles.query_factor is not None:

@@ -327,7 +327,8 @@ def unembed(net: Network, params: Params, hidden: Float[Array, "*N D"]) -> Float
         logits = config.logit_soft_cap * jnp.tanh(logits / config.logit_soft_cap)
     if sharding is None or "decoding_layers" not in params:
         return logits
-    return sharding.constrain_logits(logits)  # few rows: each device computes a slice of the logits
+    # Few rows: each device computes a slice of the logits.
+    return sharding.constrain_axes(logits, sharding.row_axes, "tensor")
 
 
 def init_cache(net: Network, pages: int, dtype: Any) -> tuple[LayerPages, ...]:

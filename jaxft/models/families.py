@@ -122,12 +122,7 @@ def scaled_embedding(config: DecoderConfig) -> dict[str, Any]:
 GEMMA_KEYS = (
     ATTENTION_BIAS,
     Key("hidden_activation", ("activation",)),
-    Key(
-        "query_pre_attn_scalar",
-        ("attention_scale",),
-        read=lambda scalar: scalar**-0.5,
-        write=lambda scale: round(scale**-2),
-    ),
+    Key("query_pre_attn_scalar", ("attention_scale",), lambda scalar: scalar**-0.5, lambda scale: round(scale**-2)),
     Key("final_logit_softcapping", ("logit_soft_cap",)),
 )
 GEMMA_DEFAULTS = {

@@ -111,9 +111,18 @@ class Key(NamedTuple):
     type: Any = None
 
 
-def all_full(keys: Keys) -> list[str]:
-    """Types of layers of which each sees all tokens before."""
-    return [FULL] * keys.num_layers
+def plain_keys(*names: str) -> tuple[Key, ...]:
+    """Keys with the names of their fields."""
+    return tuple(Key(name, (name,)) for name in names)
+
+
+def everywhere(value: Any) -> Callable[[Keys], list[Any]]:
+    """The same type, or the same answer, for every layer."""
+    return lambda keys: [value] * keys.num_layers
+
+
+ALL_FULL, EVERY_LAYER, NO_LAYER = everywhere(FULL), everywhere(True), everywhere(False)
+"""Types of layers of which each sees all tokens before, and answers of all layers or of none."""
 
 
 def sliding_if_set(keys: Keys) -> list[str]:
@@ -131,38 +140,18 @@ def full_every(number: int | str) -> Callable[[Keys], list[str]]:
     return types
 
 
-def rope_everywhere(keys: Keys) -> list[bool]:
-    """Layers that have rotary positions: all."""
-    return [True] * keys.num_layers
-
-
-def no_experts(keys: Keys) -> list[bool]:
-    """Layers that are mixtures of experts: none."""
-    return [False] * keys.num_layers
-
-
-def experts_everywhere(keys: Keys) -> list[bool]:
-    """Layers that are mixtures of experts: all."""
-    return [True] * keys.num_layers
-
-
 def nothing_more(config: DecoderConfig) -> dict[str, Any]:
     """Return no keys."""
     return {}
 
 
 COMMON_KEYS = (
-    Key("vocab_size", ("vocab_size",)),
-    Key("hidden_size", ("hidden_size",)),
-    Key("intermediate_size", ("intermediate_size",)),
+    *plain_keys("vocab_size", "hidden_size", "intermediate_size", "head_dim", "max_position_embeddings"),
+    *plain_keys("rms_norm_eps", "tie_word_embeddings"),
     Key("num_hidden_layers", ("num_layers",)),
     Key("num_attention_heads", ("num_heads",)),
     Key("num_key_value_heads", ("num_kv_heads",)),
-    Key("head_dim", ("head_dim",)),
-    Key("max_position_embeddings", ("max_position_embeddings",)),
-    Key("rms_norm_eps", ("rms_norm_eps",)),
     Key("hidden_act", ("activation",)),
-    Key("tie_word_embeddings", ("tie_word_embeddings",)),
 )
 ATTENTION_BIAS = Key("attention_bias", ("qkv_bias", "output_bias"))
 MLP_BIAS = Key("mlp_bias", ("mlp_bias",))
@@ -284,11 +273,11 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
     derived: Callable[[DecoderConfig], Mapping[str, Any]] = nothing_more
-    layer_types: Callable[[Keys], Sequence[str]] = all_full
+    layer_types: Callable[[Keys], Sequence[str]] = ALL_FULL
     lists_types: bool = False
     window_switch: str | None = None
-    has_rope: Callable[[Keys], Sequence[bool]] = rope_everywhere
-    has_experts: Callable[[Keys], Sequence[bool]] = no_experts
+    has_rope: Callable[[Keys], Sequence[bool]] = EVERY_LAYER
+    has_experts: Callable[[Keys], Sequence[bool]] = NO_LAYER
     layers_json: Callable[[DecoderConfig], dict[str, Any]] = nothing_more
     aliases: Mapping[str, str] = field(default_factory=dict)
     rope_theta: float = 1e4

@@ -412,12 +412,7 @@ def _splash(
     mask = splash.CausalMask(shape, offset) if window is None else splash.LocalMask(shape, (window - 1, 0), offset)
     # The backward pass in one kernel writes a gradient of the queries per block of keys, which is quadratic in tokens.
     sizes = splash.BlockSizes(
-        block_q=block_q,
-        block_kv=block,
-        block_q_dkv=block_q,
-        block_kv_dkv=block,
-        block_q_dq=block_q,
-        block_kv_dq=block,
+        block_q=block_q, block_kv=block, block_q_dkv=block_q, block_kv_dkv=block, block_q_dq=block_q, block_kv_dq=block
     )
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * heads),

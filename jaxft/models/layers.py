@@ -147,9 +147,8 @@ class Linear(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         y = product(flat, kernel)
         if self.lora_a is not None and self.lora_b is not None:
-            a, b = (
-                matrix[...].astype(flat.dtype) for matrix in (self.lora_a, self.lora_b)
-            )  # in the dtype of activations
+            # In the dtype of activations.
+            a, b = (matrix[...].astype(flat.dtype) for matrix in (self.lora_a, self.lora_b))
             if places is None:
                 y = y + self.lora_scale * matmul(matmul(flat, a), b)
             else:

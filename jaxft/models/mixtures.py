@@ -6,6 +6,7 @@ from typing import Any
 from jaxft.models.config import DecoderConfig
 from jaxft.models.family import (
     ATTENTION_BIAS,
+    EVERY_LAYER,
     FULL,
     LLAMA_TENSORS,
     MLP_BIAS,
@@ -14,9 +15,9 @@ from jaxft.models.family import (
     Key,
     Keys,
     expert_tensors,
-    experts_everywhere,
     full_every,
     inverse,
+    plain_keys,
     sliding_if_set,
     stacked,
     without,
@@ -50,12 +51,7 @@ def sliding_in_turn(keys: Keys) -> list[str]:
     return [SLIDING if layer < last and layer % 2 == 0 else FULL for layer in range(keys.num_layers)]
 
 
-EXPERT_KEYS = (
-    Key("num_experts", ("num_experts",)),
-    Key("num_experts_per_tok", ("num_experts_per_tok",)),
-    Key("moe_intermediate_size", ("moe_intermediate_size",)),
-    Key("norm_topk_prob", ("norm_topk_prob",)),
-)
+EXPERT_KEYS = plain_keys("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -88,11 +84,7 @@ QWEN2_MOE = replace(
     name="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     arithmetic={"num_shared_experts": 1, "shared_expert_gate": True},
-    keys=(
-        Key("qkv_bias", ("qkv_bias",)),
-        *EXPERT_KEYS,
-        Key("shared_expert_intermediate_size", ("shared_expert_intermediate_size",)),
-    ),
+    keys=(*EXPERT_KEYS, *plain_keys("qkv_bias", "shared_expert_intermediate_size")),
     defaults={
         **QWEN3_MOE.defaults,
         "num_key_value_heads": 16,
@@ -113,7 +105,7 @@ QWEN2_MOE = replace(
 
 ALL_EXPERTS = (
     Key("intermediate_size", ("intermediate_size", "moe_intermediate_size")),
-    Key("num_experts_per_tok", ("num_experts_per_tok",)),
+    *plain_keys("num_experts_per_tok"),
 )
 LOCAL_EXPERTS = Key("num_local_experts", ("num_experts",))
 
@@ -131,7 +123,7 @@ MIXTRAL = Family(
         "num_experts_per_tok": 2,
     },
     layer_types=sliding_if_set,
-    has_experts=experts_everywhere,
+    has_experts=EVERY_LAYER,
     aliases={"num_experts": "num_local_experts"},
     rope_theta=1e6,
     tensors={
@@ -145,13 +137,7 @@ GPT_OSS = Family(
     name="gpt_oss",
     architecture="GptOssForCausalLM",
     arithmetic={"router": "topk_softmax", "router_bias": True, "expert_bias": True, "attention_sinks": True},
-    keys=(
-        ATTENTION_BIAS,
-        *ALL_EXPERTS,
-        LOCAL_EXPERTS,
-        Key("swiglu_limit", ("swiglu_limit",)),
-        Key("swiglu_alpha", ("swiglu_alpha",)),
-    ),
+    keys=(ATTENTION_BIAS, *ALL_EXPERTS, LOCAL_EXPERTS, *plain_keys("swiglu_limit", "swiglu_alpha")),
     defaults={
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
@@ -175,7 +161,7 @@ GPT_OSS = Family(
     ignored=frozenset({"experts_per_token", "initial_context_length"}),
     layer_types=full_every(2),
     lists_types=True,
-    has_experts=experts_everywhere,
+    has_experts=EVERY_LAYER,
     aliases={"num_experts": "num_local_experts"},
     rope_theta=150000.0,
     tensors={
@@ -206,7 +192,7 @@ OLMOE = Family(
         "norm_topk_prob": False,
     },
     fixed={"clip_qkv": None},
-    has_experts=experts_everywhere,
+    has_experts=EVERY_LAYER,
     aliases={"num_local_experts": "num_experts"},
     tensors={**LLAMA_TENSORS, **expert_tensors()},
 )
@@ -242,7 +228,7 @@ GRANITE_MOE = replace(
     arithmetic={"router": "topk_softmax"},
     keys=(*(key for key in GRANITE.keys if key is not MLP_BIAS), *ALL_EXPERTS, LOCAL_EXPERTS),
     defaults={**GRANITE.defaults, "num_local_experts": 8, "num_experts_per_tok": 2},
-    has_experts=experts_everywhere,
+    has_experts=EVERY_LAYER,
     aliases={"num_experts": "num_local_experts"},
     tensors={
         **without(LLAMA_TENSORS, "gate_proj", "up_proj", "down_proj"),
@@ -275,7 +261,7 @@ GLM4_MOE = Family(
         Key("attention_bias", ("qkv_bias",)),
         Key("n_routed_experts", ("num_experts",)),
         *EXPERT_KEYS[1:],
-        Key("routed_scaling_factor", ("routed_scaling_factor",)),
+        *plain_keys("routed_scaling_factor"),
         Key("n_shared_experts", ("num_shared_experts",)),
         Key("use_qk_norm", ("qk_norm",), lambda used: "heads" if used else None, lambda norm: norm is not None, bool),
     ),

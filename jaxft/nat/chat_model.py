@@ -116,11 +116,7 @@ class PolicyChatModel(BaseChatModel):
         else:
             call = next(call for call in reversed(episode.calls) if call.index == reply.call_index)
             logprobs = logprobs_with_record(call, text_of_token)
-        metadata = {
-            "model_name": self.model_name,
-            "finish_reason": reply.finish_reason,
-            "logprobs": Logprobs(logprobs),
-        }
+        metadata = {"model_name": self.model_name, "finish_reason": reply.finish_reason, "logprobs": Logprobs(logprobs)}
         message = AIMessage(
             content=reply.content,
             additional_kwargs={} if reply.reasoning_content is None else {"reasoning_content": reply.reasoning_content},

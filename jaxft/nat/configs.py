@@ -45,8 +45,10 @@ class _PolicyOptions(LLMBaseConfig):
 class _TrainerOptions(TrainerConfig):
     """Settings of a run in the toolkit, beside those of jaxft's trainers."""
 
-    resume: bool = Field(default=False, description="Continue the run in finetuning.output_dir.")
-    overwrite: bool = Field(default=False, description="Replace the run in finetuning.output_dir.")
+    resume: bool = False
+    """Continue the run in finetuning.output_dir."""
+    overwrite: bool = False
+    """Replace the run in finetuning.output_dir."""
 
 
 FINETUNING = ("checkpoints", "loggers")
@@ -91,10 +93,7 @@ def _toolkit_config(class_name: str, name: str, base: type[BaseModel], own: type
         __base__=_with_fields(base, own, fields),
         __module__=__name__,
         __doc__=own.__doc__,
-        __validators__={
-            "check_names": before(classmethod(check_names)),
-            "check": model_validator(mode="after")(check),
-        },
+        __validators__={"check_names": before(classmethod(check_names)), "check": model_validator(mode="after")(check)},
         __cls_kwargs__={"name": name},
     )
     OWN[made] = own

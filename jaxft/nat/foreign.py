@@ -219,5 +219,5 @@ async def foreign_adapter(config: ForeignAdapterConfig, builder: Any) -> AsyncIt
     yield ForeignAdapter(config)
 
 
-REGISTRY.add(jaxft.TrajectoryBuilderConfig, ForeignBuilderConfig, foreign_builder)
-REGISTRY.add(jaxft.TrainerAdapterConfig, ForeignAdapterConfig, foreign_adapter)
+REGISTRY.add(ForeignBuilderConfig, foreign_builder)
+REGISTRY.add(ForeignAdapterConfig, foreign_adapter)

@@ -105,13 +105,7 @@ class ToolkitEpisodes:
             generation = self._generations[example_id]
             self._generations[example_id] += 1
             self._begun[run_id] = Episode(
-                self.seed,
-                TRAINING,
-                self.collection,
-                example_id,
-                generation,
-                input_obj=input_obj,
-                _loop=self._loop,
+                self.seed, TRAINING, self.collection, example_id, generation, input_obj=input_obj, _loop=self._loop
             )
         return self._begun[run_id]
 

@@ -81,7 +81,7 @@ class JaxftTrajectoryBuilder(TrajectoryBuilder):
             return _evaluation_output(await own.run_eval())
         if options.config_file not in (run.options.config_file, None):
             raise ConfigError(
-                ["--validation_config_file: a foreign trainer validates with the workflow of --config_file only"]
+                "--validation_config_file: a foreign trainer validates with the workflow of --config_file only"
             )
         outcomes = await own.evaluation.validate(read_dataset(run.toolkit, str(options.dataset)))
         return _evaluation_output(own.evaluation.summarize(outcomes))

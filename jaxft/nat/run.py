@@ -96,10 +96,10 @@ async def open_run(
         raise ComponentError("another run of jaxft is open in this process: end it first (Trainer.cleanup)")
     options = run_config.run_configuration
     if options is None:
-        raise ConfigError(["finetuning.run_configuration: is missing: `nat finetune` and run_finetuning set it"])
+        raise ConfigError("finetuning.run_configuration: is missing: `nat finetune` and run_finetuning set it")
     if options.endpoint is not None:
         raise ConfigError(
-            ["--endpoint: an agent behind an endpoint cannot be trained: its tokens are not recorded in this process"]
+            "--endpoint: an agent behind an endpoint cannot be trained: its tokens are not recorded in this process"
         )
     toolkit, finetuning = _resolve_options(options, run_config)
     is_whole = trainer is not None
@@ -107,7 +107,7 @@ async def open_run(
         resolved = toolkit.trainers.get(finetuning.trainer or "")
         if type(resolved) is not type(trainer):
             raise ConfigError(
-                [f"finetuning.trainer: '{finetuning.trainer}' was chosen too late by -o: name it in the file"]
+                f"finetuning.trainer: '{finetuning.trainer}' was chosen too late by -o: name it in the file"
             )
         trainer = resolved
     config = _config(toolkit, finetuning, options, trainer, trajectory_builder, trainer_adapter)
@@ -214,10 +214,8 @@ def _config(
     kept = {} if trainer is None else dict(trainer)
     if kept.get("examples_per_update") and any(isinstance(each, ForeignBuilderConfig) for each in builders.values()):
         raise ConfigError(
-            [
-                f"trainers.{finetuning.trainer}.examples_per_update: the builder '{finetuning.trajectory_builder}' "
-                "runs the whole dataset in every epoch: leave it out, or use a jaxft_trajectory_builder"
-            ]
+            f"trainers.{finetuning.trainer}.examples_per_update: the builder '{finetuning.trajectory_builder}' "
+            "runs the whole dataset in every epoch: leave it out, or use a jaxft_trajectory_builder"
         )
     reward = finetuning.reward_function
     return Config(
@@ -274,7 +272,7 @@ def _seed(toolkit: ToolkitConfig, finetuning: ToolkitFinetuneConfig) -> int:
         if not isinstance(toolkit.llms.get(llm), PolicyConfig):
             known = ", ".join(name for name, each in toolkit.llms.items() if isinstance(each, PolicyConfig))
             raise ConfigError(
-                [f"trainer_adapters.{finetuning.trainer_adapter}.llm: '{llm}' is no jaxft_policy; there: {known}"]
+                f"trainer_adapters.{finetuning.trainer_adapter}.llm: '{llm}' is no jaxft_policy; there: {known}"
             )
         return toolkit.llms[llm].seed
     return next((llm.seed for llm in toolkit.llms.values() if isinstance(llm, PolicyConfig)), 0)
@@ -292,12 +290,12 @@ def _validation_config(config: Config, file: Path, result_json_path: str) -> Con
     for name, llm in toolkit.llms.items():
         if isinstance(llm, PolicyConfig) and live_policy(llm.model_name) is None:
             fault = f"'{llm.model_name}' is no policy of this run: give it the model_name of the policy in training"
-            raise ConfigError([f"{file}: llms.{name}.model_name: {fault}"])
+            raise ConfigError(f"{file}: llms.{name}.model_name: {fault}")
     other = toolkit.finetuning.reward_function
     if other is not None:
         reward = RewardFunctionConfig(name=other.name)
     if reward is None or reward.name not in toolkit.eval.evaluators:
-        raise ConfigError([f"{file}: eval.evaluators has no '{reward and reward.name}', the reward"])
+        raise ConfigError(f"{file}: eval.evaluators has no '{reward and reward.name}', the reward")
     return config.model_copy(
         update={
             "workflow": _workflow(toolkit, result_json_path),

@@ -135,10 +135,7 @@ class ToolkitWorkflow:
                     await made.builder.__aexit__(None, None, None)
 
     async def _run(self, current: Episode, user: str) -> Output:
-        async with (
-            self.sessions.session(user_id=user) as session,
-            session.run(current.input_obj) as runner,
-        ):
+        async with self.sessions.session(user_id=user) as session, session.run(current.input_obj) as runner:
             steps: list[IntermediateStep] = []
             Context.get().intermediate_step_manager.subscribe(on_next=steps.append)
             # The runner restored the context that the workflow was built in, which may be another episode's.
@@ -296,6 +293,6 @@ def described(config: BaseModel) -> Any:
     return map_texts(plain, lambda text: MASK if text in secrets else text)
 
 
-REGISTRY.add(DatasetConfig, ToolkitDatasetConfig, toolkit_dataset)
-REGISTRY.add(WorkflowConfig, ToolkitWorkflowConfig, toolkit_workflow)
-REGISTRY.add(EvaluatorConfig, ToolkitEvaluatorConfig, toolkit_evaluator)
+REGISTRY.add(ToolkitDatasetConfig, toolkit_dataset)
+REGISTRY.add(ToolkitWorkflowConfig, toolkit_workflow)
+REGISTRY.add(ToolkitEvaluatorConfig, toolkit_evaluator)

@@ -119,32 +119,15 @@ class UpdateBytes(NamedTuple):
     workspace: int
 
     @property
-    def in_turn(self) -> int:
-        """Bytes during the forward pass of the last turn."""
-        return self.kept + self.weights + self.turn + self.reserved
-
-    @property
-    def in_head(self) -> int:
-        """Bytes during the backward pass of the head."""
-        return self.kept + self.weights + self.head + self.head_gradient + self.chunk + self.reserved
-
-    @property
-    def in_layer(self) -> int:
-        """Bytes during the backward pass of the last layer, or unrolled of the one that needs most."""
-        stacks = self.kept, self.layer_gradients
-        held = max(stacks) if self.is_unrolled else sum(stacks)
-        held += self.weights + self.exchanged + self.layer + self.layer_weights + self.reserved
-        return held + self.workspace
-
-    @property
-    def in_embedding(self) -> int:
-        """Bytes during the backward pass of the embedding, when no activations are left."""
-        return self.layer_gradients + self.exchanged + self.embedding_gradient + self.reserved
-
-    @property
     def peak(self) -> int:
         """Bytes at the moment that needs most."""
-        return max(self.in_turn, self.in_head, self.in_layer, self.in_embedding)
+        base, stacks = self.kept + self.weights, (self.kept, self.layer_gradients)
+        last_turn, head = base + self.turn, base + self.head + self.head_gradient + self.chunk
+        # The backward pass of the last layer, or unrolled of the one that needs most.
+        layer = (max if self.is_unrolled else sum)(stacks) + self.weights + self.exchanged
+        layer += self.layer + self.layer_weights + self.workspace
+        embedding = self.layer_gradients + self.exchanged + self.embedding_gradient  # no activations are left
+        return max(last_turn, head, layer, embedding) + self.reserved
 
     @property
     def uncompiled(self) -> int:

@@ -110,7 +110,7 @@ def make_plan(
         candidates = [Programs(run.with_remat(remat), mesh, target.device, target.hosts > 1) for remat in remats]
         held, (rows, width) = candidates[0].held(), candidates[0].rows_and_width()
     except ValueError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError(str(error)) from error
     compile_one = None if interpreter is None else partial(_compile, interpreter, target, show)
     programs, memory, found = _choose_remat(candidates, held, limit, compile_one)
     chips, kernel = math.prod(sizes.values()), programs.kernel()
@@ -282,7 +282,7 @@ def plan(config: Config, target_name: str, interpreter: Path | None, show: Calla
     try:
         target = find_target(target_name)
     except ValueError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError(str(error)) from error
     run = planned_run(config)
     is_given = interpreter is not None
     interpreter = interpreter or compiler.default_interpreter()

@@ -92,10 +92,7 @@ class Target(NamedTuple):
         """The description of a GPU to compile for."""
         generation = AMPERE if self.kind == "a100" else HOPPER
         return GPU_DEVICE.format(
-            name=self.chip.name,
-            memory=self.chip.memory_bytes,
-            bandwidth=int(self.chip.bytes_per_second),
-            **generation,
+            name=self.chip.name, memory=self.chip.memory_bytes, bandwidth=int(self.chip.bytes_per_second), **generation
         )
 
 

@@ -124,9 +124,7 @@ def _run_json(run: ComparedRun, last_epochs: int) -> dict[str, Any]:
 def estimate(values: Sequence[float]) -> MeanEstimate:
     """Return the figure of a group from those of its runs; at least one."""
     return MeanEstimate(
-        values=tuple(values),
-        mean=math.fsum(values) / len(values),
-        interval=intervals.mean_interval(values),
+        values=tuple(values), mean=math.fsum(values) / len(values), interval=intervals.mean_interval(values)
     )
 
 

@@ -2,15 +2,19 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from jaxft.report.charts import is_finite
 from jaxft.report.pages import duration, number
-from jaxft.report.samples import EpisodePlace, read_episodes
+from jaxft.report.samples import EpisodePlace, questions, read_episodes
 from jaxft.runs import NAMED_REWARD, Row, RunRecords, reward_figures
 
 MAX_ROWS = 30
 MAX_LOG_LINES = 200
+MAX_LISTED = 15
+MAX_QUESTION = 120
+"""Largest number of characters of a question in a table."""
 
 OWN_RESULTS = ("seed", "seconds", "versions", "num_epochs", "jobs_completed", "model")
 """Keys of result.json that the head of the page shows under other names, beside those of rewards."""
@@ -135,3 +139,22 @@ def _count_episodes(run: RunRecords) -> Iterator[tuple[str, str, str]]:
 
 def _list_epochs(epochs: Sequence[str]) -> str:
     return ", ".join(epochs[:12]) + (" …" if len(epochs) > 12 else "")
+
+
+def hardest_examples(run: RunRecords, places: Sequence[EpisodePlace]) -> dict[str, Any] | None:
+    """Return the examples with the lowest mean rewards in the last quarter of the epochs; None if no rewards are kept.
+
+    There are `rows` of a table, the `total` of the examples, and the `first` and `last` epoch.
+    """
+    late = run.episode_rewards[-max(1, len(run.episode_rewards) // 4) :]
+    if not late:
+        return None
+    found: dict[str, list[float]] = {}
+    for row in late:
+        for example, values in row["rewards"].items():
+            found.setdefault(example, []).extend(filter(is_finite, values))
+    ranked = sorted((fmean(values), len(values), example) for example, values in found.items() if values)
+    kept = ranked[:MAX_LISTED]
+    asked = questions(places, (example for _, _, example in kept))
+    rows = [(example, asked.get(example, "")[:MAX_QUESTION], number(mean), count) for mean, count, example in kept]
+    return {"first": late[0]["epoch"], "last": late[-1]["epoch"], "rows": rows, "total": len(ranked)}

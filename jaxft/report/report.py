@@ -20,9 +20,8 @@ from jaxft.harness import run_main
 from jaxft.report.command import MAX_EPISODES
 from jaxft.report.curves import curves, timings, validation
 from jaxft.report.episodes import browser, make_archive
-from jaxft.report.overview import faults, find_component, overview
+from jaxft.report.overview import faults, find_component, hardest_examples, overview
 from jaxft.report.pages import render_page
-from jaxft.report.rewards import hardest_examples
 from jaxft.report.samples import find_episodes
 from jaxft.runs import SAMPLES_FILE, Console, read_run
 

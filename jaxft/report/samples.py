@@ -3,13 +3,21 @@
 `find_episodes` keeps the place of each, `spread` chooses among them, and `read_episodes` reads the chosen lines.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxft.runs import PAIRS_FILE, SAMPLES_FILE, TOKEN_SCORES_FILE, Row, episode_key, unreadable
+from jaxft.runs import (
+    PAIRS_FILE,
+    SAMPLES_FILE,
+    TOKEN_SCORES_FILE,
+    Row,
+    episode_key,
+    numbered_rows,
+    parse_row,
+    unreadable,
+)
 
 _SCORES_NAME = Path(TOKEN_SCORES_FILE).name
 
@@ -49,7 +57,7 @@ def find_episodes(run: Path) -> list[EpisodePlace]:
     Raises:
         RunDirectoryError: a line cannot be read; the message names file and line.
     """
-    scores = {episode_key(row): span for _, span, row in _rows(run / TOKEN_SCORES_FILE)}
+    scores = {episode_key(row): span for _, span, row in numbered_rows(run / TOKEN_SCORES_FILE)}
     return [
         EpisodePlace(
             file=run / name,
@@ -62,33 +70,8 @@ def find_episodes(run: Path) -> list[EpisodePlace]:
             scores=scores.get(episode_key(row)),
         )
         for name in (SAMPLES_FILE, PAIRS_FILE)
-        for number, span, row in _rows(run / name)
+        for number, span, row in numbered_rows(run / name)
     ]
-
-
-def _rows(file: Path) -> Iterator[tuple[int, Span, Row]]:
-    """Yield number, span and value of each line that ends with its line feed."""
-    try:
-        with file.open("rb") as stream:
-            offset = 0
-            for number, line in enumerate(stream, start=1):
-                if line.endswith(b"\n"):
-                    yield number, (offset, len(line)), _parse_line(file, number, line)
-                offset += len(line)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise unreadable(file, error) from error
-
-
-def _parse_line(file: Path, number: int | None, line: bytes) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise unreadable(file, error, number) from error
-    if not isinstance(row, dict):
-        raise unreadable(file, ValueError(f"it holds a {type(row).__name__}; wanted an object"), number)
-    return row
 
 
 def read_episodes(places: Iterable[EpisodePlace]) -> Iterator[Row]:
@@ -108,7 +91,7 @@ def _read(file: Path, span: Span, line: int | None = None) -> Row:
     try:
         with file.open("rb") as stream:
             stream.seek(span[0])
-            return _parse_line(file, line, stream.read(span[1]))
+            return parse_row(file, line, stream.read(span[1]))
     except OSError as error:
         raise unreadable(file, error) from error
 

@@ -105,10 +105,10 @@ def read_list(file: Path) -> list[Overrides]:
     try:
         text = read_utf8(file)
     except ValueError as error:
-        raise ConfigError([f"--list {error}"]) from None
+        raise ConfigError(f"--list {error}") from None
     entries = parse_yaml(text, str(file))
     if not isinstance(entries, list) or not entries:
-        raise ConfigError([f"--list {file}: wants a list with a mapping of overrides per run, as in - {SEED}: 1"])
+        raise ConfigError(f"--list {file}: wants a list with a mapping of overrides per run, as in - {SEED}: 1")
     faults: list[str] = []
     found: list[Overrides] = []
     for at, entry in enumerate(entries, start=1):

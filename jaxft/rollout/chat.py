@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -33,6 +33,8 @@ from jaxft.rollout.messages import (
 from jaxft.rollout.responses import ResponseFormat
 from jaxft.rollout.streaming import find_thoughts
 from jaxft.rollout.tokenizer import CONTINUED, MARKED, TextEncoder, TokenTexts, eos_ids
+
+Render = Callable[[Sequence[Message]], str]  # a conversation that asks for an answer, with given tools and variables
 
 MIN_BYTE_LIMIT = 2**20
 """Bytes of text that are tokenised for any context size."""
@@ -91,7 +93,7 @@ class ChatTemplate:
         # A conversation is rendered for each of its answers, with the same keys, roles and earlier messages.
         marked = functools.partial(mark_control_tokens, control_tokens_re=self._controls)
         self._marked_before = functools.lru_cache(MARKED_TEXTS)(marked)
-        self._rendered_before = functools.lru_cache(PROMPTS)(self._render_json)
+        self._rendered_before = functools.lru_cache(PROMPTS)(lambda text: self._render_marked(*json.loads(text)))
         self._tokenise = TextEncoder(tokenizer)
         self._encoded_before = functools.lru_cache(PROMPTS)(self._tokenise)
         self._control_text = functools.cache(lambda token_id: self.text([token_id]))
@@ -174,25 +176,25 @@ class ChatTemplate:
             PromptTooLongError: there is too much text to tokenise.
         """
         given = canonical_messages(messages)
-        kwargs = template_kwargs or {}
+        render = functools.partial(self._render, tools=tools, kwargs=template_kwargs or {}, add_generation_prompt=True)
         max_bytes = None
         if max_tokens is not None:
             max_bytes = max(max_tokens * self._longest_token_bytes, MIN_BYTE_LIMIT)
             if not truncate_left:
                 check_size(given, max_bytes, max_tokens)
-        text = self._render(given, tools, kwargs, add_generation_prompt=True)
+        text = render(given)
         prefill = self.forced_start(prefill, text)
         keys = [comparison_key(message) for message in given]
         begun = [call for call in earlier if keys[: len(call.messages)] == call.message_keys]
         for call in sorted(begun, key=lambda call: len(call.messages), reverse=True):
             if not self._has_answer(call, given):
                 continue
-            rest = self._text_after(call, given, text, tools, kwargs)
+            rest = self._text_after(call, given, text, render)
             if rest is None:
                 break  # the template changes what came before, so earlier calls fare no better
             if max_bytes is None or num_bytes(rest) <= max_bytes:
                 ids = self._encode_after(call.token_ids, rest + prefill)
-                spans, start = self._result_spans(call, given, text, tools, kwargs), len(text) - len(rest)
+                spans, start = self._result_spans(call, given, text, render), len(text) - len(rest)
                 spans = [(first - start, end - start) for first, end in spans]
                 places = self.tokens.begin_within(ids, rest + prefill, spans) if spans else ()
                 context = call.context_ids
@@ -200,15 +202,13 @@ class ChatTemplate:
                 return Prompt(text, context + ids, call.prompt.truncated_tokens, observations=observations)
         is_retokenized = any(len(call.messages) < len(given) for call in begun)
         count = num_bytes(text)
-        if max_tokens is None or max_bytes is None:
+        if max_tokens is not None and max_bytes is not None and not truncate_left:
+            if (marked := text.count(MARKED)) > max_tokens:  # each is encoded by itself, to one token at least
+                raise PromptTooLongError.of(f"{marked} control tokens in its messages", max_tokens)
+            if count > max_bytes:
+                raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
+        if max_bytes is None or count <= max_bytes:
             return Prompt(text, self._encode(text + prefill), is_retokenized=is_retokenized)
-        marked = text.count(MARKED)
-        if marked > max_tokens and not truncate_left:  # each is encoded by itself, to one token at least
-            raise PromptTooLongError.of(f"{marked} control tokens in its messages", max_tokens)
-        if count <= max_bytes:
-            return Prompt(text, self._encode(text + prefill), is_retokenized=is_retokenized)
-        if not truncate_left:
-            raise PromptTooLongError.of(f"{count} bytes, of which at most {max_bytes} are tokenised", max_tokens)
         kept = self._tail(text, max_bytes)
         ids, kept_bytes = self._encode(kept + prefill), num_bytes(kept)
         truncated_tokens = math.ceil((count - kept_bytes) * len(ids) / max(kept_bytes, 1))
@@ -263,21 +263,20 @@ class ChatTemplate:
             answer = {**answer, "content": content.lstrip() if thought else content}
         return comparison_key(answer) == comparison_key(known)
 
-    def _text_after(
-        self, call: Call, messages: Sequence[Message], text: str, tools: Sequence[Tool], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def _text_after(self, call: Call, messages: Sequence[Message], text: str, render: Render) -> str | None:
         """Return the text to tokenise after the ids of a call; None if the template renders the call differently now.
 
         Args:
             call: the call that the conversation continues.
             messages: the conversation.
-            text: the conversation, rendered with the tools and variables of the template that follow.
+            text: the conversation, rendered.
+            render: what rendered it.
         """
         if not text.startswith(call.prompt.text):
             return None
         is_thinking = call.prompt.text.rstrip().endswith("<think>")  # the answer may end the thought before it begins
         if call.reply.tool_calls or call.reply.reasoning_content is not None or is_thinking:
-            return self._text_after_marked(call, messages, text, tools, kwargs)
+            return self._text_after_marked(call, messages, text, render)
         after, known = text[len(call.prompt.text) :], self._mark(call.content)
         if not after.startswith(known):  # some templates strip the answer, and Mistral's write a space before it
             known = known.strip()
@@ -289,9 +288,7 @@ class ChatTemplate:
         stop_text = self.text([call.token_ids[-1]])
         return rest[len(stop_text) :] if rest.startswith(stop_text) else None
 
-    def _text_after_marked(
-        self, call: Call, messages: Sequence[Message], text: str, tools: Sequence[Tool], kwargs: Mapping[str, Any]
-    ) -> str | None:
+    def _text_after_marked(self, call: Call, messages: Sequence[Message], text: str, render: Render) -> str | None:
         """Return the text after an answer with tool calls or reasoning, which templates write in a way of their own.
 
         A placeholder in the answer shows where the template ends it: the stop text that follows is that of the answer.
@@ -306,9 +303,7 @@ class ChatTemplate:
         else:
             answer["content"] = PLACEHOLDER
         try:
-            marked = self._render(
-                [*messages[:asked], answer, *messages[asked + 1 :]], tools, kwargs, add_generation_prompt=True
-            )
+            marked = render([*messages[:asked], answer, *messages[asked + 1 :]])
         except RequestError:  # a template may compare results with calls
             return None
         place = marked.find(PLACEHOLDER, len(call.prompt.text))
@@ -325,7 +320,7 @@ class ChatTemplate:
         return rest if text.endswith(rest) else None
 
     def _result_spans(
-        self, call: Call, messages: Sequence[Message], text: str, tools: Sequence[Tool], kwargs: Mapping[str, Any]
+        self, call: Call, messages: Sequence[Message], text: str, render: Render
     ) -> list[tuple[int, int]]:
         """Return where the results of tools that follow a call stand in a rendered conversation that continues it.
 
@@ -337,7 +332,7 @@ class ChatTemplate:
             return []
         hidden = [{**each, "content": PLACEHOLDER} if i in results else each for i, each in enumerate(messages)]
         try:
-            place, *around = self._render(hidden, tools, kwargs, add_generation_prompt=True).split(PLACEHOLDER)
+            place, *around = render(hidden).split(PLACEHOLDER)
         except RequestError:
             return []
         spans, start = [], len(place) if len(around) == len(results) and text.startswith(place) else len(text)
@@ -467,9 +462,6 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template refuses a conversation of roles {roles}: {why}", param="messages"
             ) from error
-
-    def _render_json(self, conversation: str) -> str:
-        return self._render_marked(*json.loads(conversation))
 
     def _render_marked(self, messages: list[Any], tools: list[Any], kwargs: dict[str, Any], asks: bool) -> str:
         return self.tokenizer.apply_chat_template(

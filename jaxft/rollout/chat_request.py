@@ -9,18 +9,17 @@ from jaxft.core.sampling import check_penalties, check_sampling
 from jaxft.errors import RequestError
 from jaxft.rollout.grammar import Grammar, json_grammar
 from jaxft.rollout.messages import Message, Tool, check_json, check_text, check_tools
-from jaxft.rollout.requests import MAX_TOP_LOGPROBS
+from jaxft.rollout.requests import MAX_TOP_LOGPROBS, SamplingOptions
 
 MAX_CHOICES = 128
 """Largest `n` of a request."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingRequest:
+class SamplingRequest(SamplingOptions):
     """The arguments that a chat and a completion share; names and meanings are those of OpenAI's and vLLM's API.
 
     Attributes:
-        temperature: divisor of the logits; 0 takes the most likely token every time.
         max_tokens: maximum number of tokens to sample; None for as many as the context has room for.
         n: number of answers. All of them are recorded and trained.
         seed: picks other random numbers; outside of episodes, equal seeds and prompts give equal answers.
@@ -30,13 +29,7 @@ class SamplingRequest:
             history with another text than `content` is tokenised again and begins a new training row. Control tokens
             are never part of it.
         stop_token_ids: more token ids that end the answer.
-        top_k, top_p, min_p: truncate the distribution; see `jaxft.sampling.SamplingParams`.
         logit_bias: values added to the logits of single tokens, by id; -inf forbids a token.
-        presence_penalty: subtracted from the logits of tokens that the answer has, from -2 to 2.
-        frequency_penalty: subtracted for each time that the answer has the token, from -2 to 2.
-        repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and answer; above 0.
-        top_logprobs: number of most likely tokens to return for each sampled one. They are computed when the answer is
-            complete, so that a stream comes at once, too.
         response_format: `{"type": "json_object"}` for an answer that is a JSON object, or `{"type": "json_schema",
             "json_schema": {"name": ..., "schema": {...}}}` for one of a schema; `{"type": "text"}` leaves it free.
         guided_regex: regular expression that the whole answer matches.
@@ -46,21 +39,13 @@ class SamplingRequest:
             `stop_token_ids` name.
     """
 
-    temperature: float = 1.0
     max_tokens: int | None = None
     n: int = 1
     seed: int | None = None
     stop: str | Sequence[str] = ()
     include_stop: bool = False
     stop_token_ids: Sequence[int] = ()
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    top_logprobs: int = 0
     response_format: Mapping[str, Any] | None = None
     guided_regex: str | None = None
     guided_grammar: str | None = None

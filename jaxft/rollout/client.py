@@ -18,7 +18,7 @@ from jaxft.rollout.language_model import LanguageModel
 from jaxft.rollout.messages import canonical_messages
 from jaxft.rollout.policy import Policy, Snapshot
 from jaxft.rollout.recorder import Episode
-from jaxft.rollout.requests import Request
+from jaxft.rollout.requests import Request, SamplingOptions
 from jaxft.rollout.responses import ParsedAnswer, number_tool_calls
 from jaxft.rollout.streaming import StopFinder, Streamer, Thoughts, find_stop, find_thoughts
 
@@ -327,10 +327,6 @@ class ChatClient(LanguageModel):
             key_ids=key_ids if self.adapter is None else (key_ids[0] ^ self.adapter.seed, *key_ids[1:]),
             adapter=self.adapter,
             max_tokens=max(room, 1) if request.max_tokens is None else request.max_tokens,
-            temperature=request.temperature,
-            top_k=request.top_k,
-            top_p=request.top_p,
-            min_p=request.min_p,
             stop_ids=stop_ids,
             logit_bias=tuple((request.logit_bias or {}).items()),
             find_stop=(
@@ -338,11 +334,8 @@ class ChatClient(LanguageModel):
                 if request.stops
                 else None
             ),
-            top_logprobs=request.top_logprobs,
             begin_constraint=begin_constraint,
-            presence_penalty=request.presence_penalty,
-            frequency_penalty=request.frequency_penalty,
-            repetition_penalty=request.repetition_penalty,
+            **{name: vars(request)[name] for name in SamplingOptions.__dataclass_fields__},
         )
 
     def _fit_prompt(self, prompt: Prompt, max_tokens: int | None, episode: Episode | None) -> Prompt:

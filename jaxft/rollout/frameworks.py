@@ -24,19 +24,13 @@ class Connection(NamedTuple):
 
     Attributes:
         model: name of the model in requests.
-        base_url: address that `/chat/completions` is added to.
-        api_key: key in requests.
-        max_retries: number of times that a client repeats a failed request.
-        timeout_seconds: limit of each wait for the server; None for none.
+        settings: keywords of openai's clients: `base_url`, `api_key`, `max_retries` and `timeout`.
         http_client, http_client_sync: clients of openai's HTTP library, asynchronous and synchronous.
         max_context_tokens: maximum number of tokens of a prompt with its answer; None if it is not known.
     """
 
     model: str
-    base_url: str
-    api_key: str
-    max_retries: int
-    timeout_seconds: float | None
+    settings: dict[str, Any]
     http_client: Any
     http_client_sync: Any
     max_context_tokens: int | None = None
@@ -76,35 +70,23 @@ def _connection_in_process(llm: LanguageModel) -> Connection:
         raise ComponentError(f"a language model of type {type(llm).__name__} has no clients of frameworks")
     app = plugin("jaxft.endpoint", "app")({llm.name: llm})
     http: Any = http_library()
-    return Connection(
-        model=llm.name,
-        base_url=f"{ENDPOINT}/v1",
-        api_key="jaxft",  # not looked at, but clients want one
-        max_retries=0,
-        timeout_seconds=None,
-        http_client=http.AsyncClient(transport=async_transport(http, app), timeout=None),
-        http_client_sync=http.Client(transport=sync_transport(http, app), timeout=None),
-        max_context_tokens=llm.max_context_tokens,
-    )
+    # The key is not looked at, but clients want one.
+    settings = {"base_url": f"{ENDPOINT}/v1", "api_key": "jaxft", "max_retries": 0, "timeout": None}
+    client = http.AsyncClient(transport=async_transport(http, app), timeout=None)
+    client_sync = http.Client(transport=sync_transport(http, app), timeout=None)
+    return Connection(llm.name, settings, client, client_sync, llm.max_context_tokens)
 
 
 def _openai(connection: Connection, *, is_sync: bool = False) -> Any:
-    return pkgutil.resolve_name("openai:OpenAI" if is_sync else "openai:AsyncOpenAI")(
-        base_url=connection.base_url,
-        api_key=connection.api_key,
-        max_retries=connection.max_retries,
-        timeout=connection.timeout_seconds,
-        http_client=connection.http_client_sync if is_sync else connection.http_client,
-    )
+    client = connection.http_client_sync if is_sync else connection.http_client
+    make = pkgutil.resolve_name("openai:OpenAI" if is_sync else "openai:AsyncOpenAI")
+    return make(**connection.settings, http_client=client)
 
 
 def _langchain(connection: Connection) -> Any:
     return pkgutil.resolve_name("langchain_openai:ChatOpenAI")(
+        **connection.settings,
         model=connection.model,
-        base_url=connection.base_url,
-        api_key=connection.api_key,
-        max_retries=connection.max_retries,
-        timeout=connection.timeout_seconds,
         http_async_client=connection.http_client,
         http_client=connection.http_client_sync,
         use_responses_api=False,
@@ -125,12 +107,12 @@ def _openai_agents(connection: Connection) -> Any:
 
 
 def _llama_index(connection: Connection) -> Any:
-    context, seconds = connection.max_context_tokens, connection.timeout_seconds
+    context, seconds = connection.max_context_tokens, connection.settings["timeout"]
     return pkgutil.resolve_name("llama_index.llms.openai_like:OpenAILike")(
         model=connection.model,
-        api_base=connection.base_url,
-        api_key=connection.api_key,
-        max_retries=connection.max_retries,
+        api_base=connection.settings["base_url"],
+        api_key=connection.settings["api_key"],
+        max_retries=connection.settings["max_retries"],
         timeout=1e6 if seconds is None else seconds,  # it takes numbers only
         async_http_client=connection.http_client,
         http_client=connection.http_client_sync,

@@ -40,6 +40,8 @@ class Grammar(NamedTuple):
 class Constraint:
     """The position of one answer in its grammar."""
 
+    is_over = False  # a grammar holds to the end of the answer
+
     def __init__(self, matcher: Any, ends_reasoning: Callable[[Sequence[int]], bool] | None) -> None:
         """Begin an answer.
 
@@ -50,11 +52,6 @@ class Constraint:
         """
         self._matcher = matcher
         self._ends_reasoning, self._last = ends_reasoning, list[int]()
-
-    @property
-    def is_over(self) -> bool:
-        """False: a grammar holds to the end of the answer."""
-        return False
 
     def write_mask(self, words: UInt32[np.ndarray, "W"]) -> None:
         """Set the bits of the tokens that may come next; none if any may, or an error has come (`feed`)."""
@@ -104,6 +101,8 @@ class LateEnd:
 class Penalized:
     """Counts the tokens that an answer has, for its penalties, beside the constraint that it may have."""
 
+    is_over = False  # penalties hold to the end of the answer
+
     def __init__(
         self, constraint: Constraint | LateEnd | None, prompt_ids: Sequence[int], penalties: tuple[float, float, float]
     ) -> None:
@@ -117,11 +116,6 @@ class Penalized:
         self._constraint, self.penalties = constraint, penalties
         self.counts = dict.fromkeys(prompt_ids, 0)
         """The number of times that the answer has each token of it and of the prompt."""
-
-    @property
-    def is_over(self) -> bool:
-        """False: penalties hold to the end of the answer."""
-        return False
 
     def write_mask(self, words: UInt32[np.ndarray, "W"]) -> None:
         """Set the bits of the tokens that the constraint lets come next, or none if all may."""

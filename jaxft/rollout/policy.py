@@ -91,8 +91,7 @@ class Policy:
             ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
                 contexts of another length.
         """
-        check_sizes(slots, max_context_tokens)
-        check_context(model, max_context_tokens)
+        check_context(model, slots, max_context_tokens)
         self.model = model
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, stop_ids)
@@ -107,15 +106,9 @@ class Policy:
         self._sampler = model if sampler is None else sampler
         self._device = DeviceThread()
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        self._make_engine = partial(Engine, device=self._device, shapes=shapes)
-        self.engine = self._make_engine(
-            self._sampler,
-            get_params=self.sampling_params,
-            seed=seed,
-            slots=slots,
-            max_context_tokens=max_context_tokens,
-            cache_tokens=cache_tokens,
-        )
+        self._make_engine = partial(Engine, self._sampler, self._device, shapes=shapes)
+        sizes: Any = {"slots": slots, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
+        self.engine = self._make_engine(self.sampling_params, seed=seed, **sizes)
         self.snapshots: dict[str, Snapshot] = {}
         self._first_layout = self._device.submit(self.weights.lay_out)
 
@@ -149,17 +142,10 @@ class Policy:
             ValueError: `slots`, `max_context_tokens` or `cache_tokens` is too small, or the model was loaded for
                 contexts of another length.
         """
-        check_sizes(slots, max_context_tokens)
-        check_context(self.model, max_context_tokens)
+        check_context(self.model, slots, max_context_tokens)
         self.weights.every[name] = every
-        engine = self._make_engine(
-            self._sampler,
-            get_params=partial(self.sampling_params, name),
-            seed=seed,
-            slots=slots,
-            max_context_tokens=max_context_tokens,
-            cache_tokens=cache_tokens,
-        )
+        sizes: Any = {"slots": slots, "max_context_tokens": max_context_tokens, "cache_tokens": cache_tokens}
+        engine = self._make_engine(partial(self.sampling_params, name), seed=seed, **sizes)
         self.snapshots[name] = Snapshot(self, name, engine)
         return self.snapshots[name]
 
@@ -455,22 +441,14 @@ def are_finite(params: Params) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]))
 
 
-def check_sizes(slots: int, max_context_tokens: int) -> None:
-    """Raise unless an engine of these sizes can serve a request.
+def check_context(model: Model, slots: int, max_context_tokens: int) -> None:
+    """Raise unless an engine of these sizes can serve a request, and the model's positions are those of its contexts.
 
     Raises:
-        ValueError: one of them is too small.
+        ValueError: a size is too small, or the model was loaded for contexts of another length.
     """
     if slots < 1 or max_context_tokens < 2:
         raise ValueError(f"slots is {slots} and max_context_tokens {max_context_tokens}; wanted at least 1 and 2")
-
-
-def check_context(model: Model, max_context_tokens: int) -> None:
-    """Raise unless the positions of a model are those of contexts of this length.
-
-    Raises:
-        ValueError: they are not.
-    """
     config = model.config
     if isinstance(config, DecoderConfig) and config != config.for_context(max_context_tokens):
         raise ValueError(

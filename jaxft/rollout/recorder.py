@@ -78,6 +78,7 @@ class Episode:
         answer_tokens: tokens that each answer may get before the episode is carried over; None: any number.
         is_carried: True once an answer had them, and all others had theirs or an end: the next collection runs the
             agent again, with the same `answers`.
+        is_over: True once the episode has ended; its further calls are refused.
         on_carried: called when it is, in any thread.
     """
 
@@ -99,6 +100,7 @@ class Episode:
     answers: dict[str, Completion] | None = field(default=None, repr=False, compare=False)
     answer_tokens: int | None = field(default=None, repr=False, compare=False)
     is_carried: bool = False
+    is_over: bool = field(default=False, repr=False, compare=False)
     on_carried: Callable[[], object] | None = field(default=None, repr=False, compare=False)
     _sampling: int = field(default=0, repr=False, compare=False)
     _begun: int = field(default=0, repr=False)
@@ -107,14 +109,13 @@ class Episode:
     _experts: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
     _waiting: "set[concurrent.futures.Future[Any]]" = field(default_factory=set, repr=False, compare=False)
-    _is_over: bool = field(default=False, repr=False, compare=False)
     _refusals: int = field(default=0, repr=False, compare=False)
     _token: str | None = field(default=None, repr=False, compare=False)
 
     def end(self) -> bool:
         """Cancel the calls that threads wait for and refuse all later ones; return True if a thread was waiting."""
         with _lock:
-            self._is_over, waiting = True, list(self._waiting)
+            self.is_over, waiting = True, list(self._waiting)
         for call in waiting:
             call.cancel()
         return bool(waiting)
@@ -127,7 +128,7 @@ class Episode:
             CancelledError: the episode has ended.
         """
         with _lock:
-            if self._is_over:
+            if self.is_over:
                 raise self.closed()
             self._sampling += 1
         try:
@@ -143,30 +144,29 @@ class Episode:
         chooses by length, and biases.
         """
         with _lock:
-            if self._sampling or self._is_over:
-                return self._is_over
-            self._is_over = self.is_carried = True
+            if self._sampling or self.is_over:
+                return self.is_over
+            self.is_over = self.is_carried = True
         if self.on_carried is not None:
             self.on_carried()
         return True
 
     async def check_open(self) -> None:
         """Raise `CancelledError` if the episode has ended: its agent still runs, but nobody waits for it."""
-        if not self._is_over:
-            return
-        self._refusals += 1
-        if self._refusals > 1:  # an agent that catches the error and asks again must not busy-loop
-            await asyncio.sleep(1.0)
-        raise self.closed()
+        if self.is_over:
+            await asyncio.sleep(self._refused_seconds())
+            raise self.closed()
 
     def check_open_sync(self) -> None:
         """`check_open` for code that cannot await."""
-        if not self._is_over:
-            return
+        if self.is_over:
+            time.sleep(self._refused_seconds())
+            raise self.closed()
+
+    def _refused_seconds(self) -> float:
+        """Return how long a refused call waits: an agent that catches the error and asks again must not busy-loop."""
         self._refusals += 1
-        if self._refusals > 1:
-            time.sleep(1.0)
-        raise self.closed()
+        return min(self._refusals - 1.0, 1.0)
 
     def closed(self) -> asyncio.CancelledError:
         """Return the error of a call after the episode's end."""
@@ -249,11 +249,6 @@ class Episode:
         with _lock:
             self._begun += count
 
-    @property
-    def is_over(self) -> bool:
-        """True once the episode has ended; its further calls are refused."""
-        return self._is_over
-
     def begin_call(self, prompt_ids: tuple[int, ...], seed: int | None = None, *, llm: str = "") -> tuple[int, int]:
         """Begin a call of a language model: return its index, and the call id (uint32) that is folded into its key.
 
@@ -275,7 +270,7 @@ class Episode:
             CancelledError: the episode has ended meanwhile, and its calls are being read.
         """
         with _lock:
-            if self._is_over:
+            if self.is_over:
                 raise self.closed()
             if isinstance(self.policy_error, ToolsUnsupportedError):
                 self.policy_error = None  # the agent went on without tools

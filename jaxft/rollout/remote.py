@@ -134,13 +134,13 @@ class RemoteClient(RemoteModel):
             response = await self._client().chat.completions.with_raw_response.create(**request)
         except openai.OpenAIError as error:
             raise RemoteModelError(f"llms.{self.name}: {self._reason(error)}") from error
-        completion = _completion(response.content)
-        if completion is None:
+        answers = _answers(response.content)
+        if not answers:
             raise RemoteModelError(
                 f"llms.{self.name}: the server gave {response.text[:100]!r}; wanted a chat completion with an answer; "
                 "base_url must be the part before /chat/completions, which often ends with /v1"
             )
-        return _reply(completion)
+        return _reply(answers[0])
 
     def openai_client(self) -> openai.AsyncOpenAI:
         """Return a new `AsyncOpenAI` whose chat completions are recorded; the caller closes it."""
@@ -152,22 +152,13 @@ class RemoteClient(RemoteModel):
 
     def connection(self) -> Connection:
         """Return the way to the model, for the client of a framework."""
-        return Connection(
-            model=self.model,
-            base_url=self.base_url,
-            api_key=self.api_key,
-            max_retries=self.max_retries,
-            timeout_seconds=self.timeout_seconds,
-            http_client=self.http_client(),
-            http_client_sync=self.http_client_sync(),
-        )
+        return Connection(self.model, self._settings, self.http_client(), self.http_client_sync())
 
     def http_client(self) -> Any:
         """Return a new `AsyncClient` of openai's HTTP library that records chat completions and changes nothing."""
 
         async def begin(request: Any) -> None:
-            episode = find_episode()
-            if episode is not None:
+            if (episode := find_episode()) is not None:
                 await episode.check_open()
                 self._begin(request, episode)
 
@@ -182,8 +173,7 @@ class RemoteClient(RemoteModel):
         """Return a new `Client` of openai's HTTP library that records chat completions and changes nothing."""
 
         def begin(request: Any) -> None:
-            episode = find_episode()
-            if episode is not None:
+            if (episode := find_episode()) is not None:
                 episode.check_open_sync()
                 self._begin(request, episode)
 
@@ -233,20 +223,10 @@ class RemoteClient(RemoteModel):
             return
         index, calls_before = episode.begin_remote_call()
 
-        def record(completion: Mapping[str, Any]) -> None:
-            for choice in completion["choices"]:
-                call = RemoteCall(
-                    index=index,
-                    calls_before=calls_before,
-                    llm=self.name,
-                    messages=messages,
-                    content=choice["message"]["content"],
-                    tool_calls=tuple(choice["message"]["tool_calls"]),
-                    finish_reason=choice["finish_reason"],
-                    prompt_tokens=completion["usage"].get("prompt_tokens"),
-                    completion_tokens=completion["usage"].get("completion_tokens"),
-                )
-                episode.record_remote(call)
+        def record(answers: Sequence[Mapping[str, Any]]) -> None:
+            for answer in answers:
+                own = {name: value for name, value in answer.items() if name != "reasoning_content"}
+                episode.record_remote(RemoteCall(index, calls_before, self.name, messages, **own))
 
         request.extensions = {**request.extensions, _RECORDING: record}
 
@@ -257,56 +237,38 @@ def _is_recorded(response: Any) -> bool:
 
 
 def _record(response: Any) -> None:
-    if (completion := _completion(response.content)) is not None:
-        response.request.extensions[_RECORDING](completion)
+    response.request.extensions[_RECORDING](_answers(response.content))
 
 
-def _completion(body: bytes) -> dict[str, Any] | None:
-    """Return a chat completion from the body of a response; None if the body holds none.
+def _answers(body: bytes) -> list[dict[str, Any]]:
+    """Return the answers of a chat completion, as keywords of `RemoteReply`; none if the body of a response holds none.
 
-    Returns:
-        `choices`, each with `finish_reason` and a `message` of `content`, `reasoning_content` and `tool_calls`, and
-        `usage`.
-
-    >>> _completion(b'{"choices": [{"finish_reason": "stop", "message": {"content": "4"}}]}')
-    {'choices': [{'message': {'content': '4', 'reasoning_content': None, 'tool_calls': []}, 'finish_reason': 'stop'}],
-     'usage': {}}
+    >>> _answers(b'{"choices": [{"finish_reason": "stop", "message": {"content": "4"}}]}')
+    [{'content': '4', 'finish_reason': 'stop', 'tool_calls': (), 'reasoning_content': None, 'prompt_tokens': None,
+      'completion_tokens': None}]
     """
     try:
         given = json.loads(body)
-        choices = [
+        usage = dict(given.get("usage") or {})
+        return [
             {
-                "message": {
-                    "content": choice["message"].get("content") or "",
-                    "reasoning_content": choice["message"].get("reasoning_content"),
-                    "tool_calls": choice["message"].get("tool_calls") or [],
-                },
+                "content": choice["message"].get("content") or "",
                 "finish_reason": choice.get("finish_reason"),
+                "tool_calls": tuple(choice["message"].get("tool_calls") or ()),
+                "reasoning_content": choice["message"].get("reasoning_content"),
+                **{name: usage.get(name) for name in ("prompt_tokens", "completion_tokens")},
             }
             for choice in given["choices"]
         ]
-        usage = dict(given.get("usage") or {})
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):  # a server may send anything
-        return None
-    return {"choices": choices, "usage": usage} if choices else None
+        return []
 
 
-def _reply(completion: Mapping[str, Any]) -> RemoteReply:
-    """Return the first answer of a completion."""
-    choice, usage = completion["choices"][0], completion["usage"]
-    message = choice["message"]
-    return RemoteReply(
-        content=message["content"],
-        finish_reason=choice["finish_reason"],
-        tool_calls=tuple(
-            ToolCall(call.get("id") or "", call["function"]["name"], call["function"]["arguments"])
-            for call in message["tool_calls"]
-            if "function" in call  # the other kind needs tools that are no functions
-        ),
-        reasoning_content=message["reasoning_content"],
-        prompt_tokens=usage.get("prompt_tokens"),
-        completion_tokens=usage.get("completion_tokens"),
-    )
+def _reply(answer: dict[str, Any]) -> RemoteReply:
+    """Return an answer as a reply."""
+    calls = (call for call in answer["tool_calls"] if "function" in call)  # the other kind needs other tools
+    functions = [(call.get("id") or "", call["function"]["name"], call["function"]["arguments"]) for call in calls]
+    return RemoteReply(**answer | {"tool_calls": tuple(ToolCall(*each) for each in functions)})
 
 
 async def openai_llm(config: Any, builder: Any) -> AsyncIterator["RemoteClient"]:

@@ -20,22 +20,43 @@ MAX_TOP_LOGPROBS = 20
 """Largest `top_logprobs` of a request, as in OpenAI's API."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """The sampling parameters that agents and engines name alike.
+
+    Attributes:
+        temperature: divisor of the logits; 0 takes the most likely token every time.
+        top_k, top_p, min_p: truncate the distribution; see `jaxft.sampling.SamplingParams`.
+        presence_penalty: subtracted from the logits of tokens that the answer has, from -2 to 2.
+        frequency_penalty: subtracted for each time that the answer has the token, from -2 to 2.
+        repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and answer; above 0.
+        top_logprobs: number of most likely tokens to return for each sampled one. They are computed when the answer is
+            complete, so that a stream comes at once, too.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    top_logprobs: int = 0
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(SamplingOptions):
     """A prompt with its sampling parameters, which become arrays on the device, so that new values compile nothing.
 
     Attributes:
         prompt_ids: token ids of the prompt, at least one.
         key_ids: seed of the request: uint32 numbers, folded into the run's key in order.
         max_tokens: maximum number of tokens to sample.
-        temperature, top_k, top_p, min_p: see `SamplingParams`.
         stop_ids: token ids that end the completion, which includes the sampled one.
         logit_bias: pairs of a token id and the value added to its logit, after the temperature; -inf forbids it.
         find_stop: returns how many of the sampled ids complete a stop string, or None; it also gets the number of ids
             that it was called with before, 0 where sampling began again.
-        top_logprobs: number of most likely tokens to return for each sampled token.
         begin_constraint: begins to follow what the answer must match: a grammar, or a least length; None if it is free.
-        presence_penalty, frequency_penalty, repetition_penalty: see `penalize`.
         adapter: adapter beside the weights of the policy; None for these alone.
         begun: beginning of the answer, which an earlier request sampled; it counts in `max_tokens`.
     """
@@ -43,18 +64,10 @@ class Request:
     prompt_ids: tuple[int, ...]
     key_ids: tuple[int, ...]
     max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     stop_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
     find_stop: Callable[[list[int], int], int | None] | None = None
-    top_logprobs: int = 0
     begin_constraint: Callable[[], Constraint | LateEnd] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     begun: Completion | None = None
     adapter: Adapter | None = None
 

@@ -101,23 +101,12 @@ def token_sequences(calls: Sequence[Call], is_target: Callable[[Call], bool] = i
     turns = {index: turn for turn, index in enumerate(sorted(call.index for call in calls))}
     # A prefix sorts before its extensions.
     for call in sorted(calls, key=lambda call: (call.llm, call.prompt_ids, call.token_ids)):
-        longest = None
-        for sequence in sequences:
-            known = len(sequence.tokens)
-            extends = sequence.llm == call.llm and list(call.prompt_ids[:known]) == sequence.tokens
-            if extends and (longest is None or known > len(longest.tokens)):
-                longest = sequence
+        own = (each for each in sequences if each.llm == call.llm)
+        extended = (each for each in own if list(call.prompt_ids[: len(each.tokens)]) == each.tokens)
+        longest = max(extended, key=lambda each: len(each.tokens), default=None)
         if longest is None:
-            longest = TokenSequence(
-                tokens=[],
-                completion_mask=[],
-                sampler_logprobs=[],
-                behavior_logprobs=[],
-                temperatures=[],
-                policy_versions=[],
-                llm=call.llm,
-                begun_by=call,
-            )
+            lists: Any = {name: [] for name, field in TokenSequence.model_fields.items() if field.is_required()}
+            longest = TokenSequence(**lists, llm=call.llm, begun_by=call)
             sequences.append(longest)
         _extend(longest, call, turns[call.index], is_target(call))
         if is_target(call):  # what others add behind it is cut off

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxft.core.cache import cast_params, compute_dtype
 from jaxft.core.partition import combine, partition, trainable
-from jaxft.core.sharding import AXES, Sharding, constrain, device_bytes, make_mesh, path_text, spans_processes
+from jaxft.core.sharding import AXES, constrain, device_bytes, make_mesh, path_text, spans_processes
 from jaxft.core.types import Model, Params
 from jaxft.errors import PolicyLostError
 
@@ -186,7 +186,8 @@ class ProcessTransfer(DeviceTransfer):
     def __init__(self, model: Model, sampler: Model) -> None:
         """Take the trained model, and the same on devices of this process, the mesh of `sampling_mesh`."""
         super().__init__(model, sampler)
-        self._gathered = replace(_sharding(model), mesh=_whole_mesh(model)).gathered()
+        assert model.sharding is not None and isinstance(model.sharding.mesh, Mesh)
+        self._gathered = replace(model.sharding, mesh=_whole_mesh(model.sharding.mesh)).gathered()
         self._gather = jax.jit(self._gathered.constrain)
 
     def base_bytes(self, params: Params) -> int:
@@ -211,7 +212,7 @@ class ProcessTransfer(DeviceTransfer):
             if self._model.sharding is None:
                 return parts[0]
             assert isinstance(leaf.sharding, NamedSharding)
-            to = NamedSharding(_mesh(self._model), leaf.sharding.spec)
+            to = NamedSharding(self._model.sharding.mesh, leaf.sharding.spec)
             return jax.make_array_from_single_device_arrays(leaf.shape, to, parts)
 
         return jax.tree.map(own, self._gather(params))
@@ -357,12 +358,11 @@ class SamplingWeights:
         """Return new arrays of the shapes, dtypes and shardings of those that were `saved` with these values."""
         arrays: dict[str, Any] = {}
         if "held" in values:
-            dtype = values["held"]["dtype"]
             if self._is_as_trained(values["held"]):
-                arrays["held"] = copy_trained(self._model, dtype, params)
+                arrays["held"] = copy_trained(self._model, values["held"]["dtype"], params)
             else:
                 laid_out = self.transfer.whole_like(self.transfer(params, is_shared=False))
-                arrays["held"] = cast_params(laid_out, dtype)
+                arrays["held"] = cast_params(laid_out, values["held"]["dtype"])
         if self.every:
             arrays["snapshots"] = {
                 name: None if state is None else copy_trained(self._model, state["dtype"], params)
@@ -426,20 +426,8 @@ def sampling_mesh(trained: Mesh) -> Mesh | None:
     return None if len(own) == 1 else make_mesh(tensor=min(tensor, len(own)), devices=own)
 
 
-def _whole_mesh(model: Model) -> Mesh:
+def _whole_mesh(mesh: Mesh) -> Mesh:
     """Return the mesh of all devices on which arrays that are cut along `tensor` are whole in each process."""
-    mesh = _mesh(model)
     each = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
     sizes = -1, 1, min(mesh.shape["tensor"], each)
     return Mesh(mesh.devices.reshape(*sizes), AXES, axis_types=mesh.axis_types[: len(sizes)])
-
-
-def _sharding(model: Model) -> Sharding:
-    assert model.sharding is not None
-    return model.sharding
-
-
-def _mesh(model: Model) -> Mesh:
-    mesh = _sharding(model).mesh
-    assert isinstance(mesh, Mesh)
-    return mesh

@@ -39,6 +39,8 @@ from .records import (
     RunRecords as RunRecords,
     episode_key as episode_key,
     flat as flat,
+    numbered_rows as numbered_rows,
+    parse_row as parse_row,
     read_run as read_run,
     unreadable as unreadable,
 )

@@ -24,14 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxft.errors import CheckpointError, DiskFull, HostsError, ManifestError, NewerFormatError, RestoreError
-from jaxft.files import (
-    MANIFEST,
-    disk_errors,
-    read_manifest,
-    sync_folder,
-    verify_manifest,
-    write_manifest,
-)
+from jaxft.files import MANIFEST, disk_errors, read_manifest, sync_folder, verify_manifest, write_manifest
 from jaxft.hosts.group import process_group
 from jaxft.runs.directory import RunDirectory
 
@@ -63,13 +56,7 @@ class Checkpoints:
         saved_step: the newest step that this object has saved; None before the first.
     """
 
-    def __init__(
-        self,
-        directory: RunDirectory,
-        *,
-        max_to_keep: int = 2,
-        shared: Path | None = None,
-    ) -> None:
+    def __init__(self, directory: RunDirectory, *, max_to_keep: int = 2, shared: Path | None = None) -> None:
         """Open the folder `checkpoints` of a run.
 
         Args:

@@ -14,16 +14,7 @@ from filelock import FileLock, Timeout
 
 from jaxft.errors import RunDirectoryError
 from jaxft.files import disk_errors, json_bytes, replace_file, sync_folder, with_non_finite_named
-from jaxft.runs.files import (
-    HOLDER_FILE,
-    LOCK_FILE,
-    NO_LOGS,
-    RUN_FILES,
-    holds_run,
-    is_locked,
-    run_files,
-    ways_on,
-)
+from jaxft.runs.files import HOLDER_FILE, LOCK_FILE, NO_LOGS, RUN_FILES, holds_run, is_locked, run_files, ways_on
 
 
 def holder_of_lock(path: Path) -> str | None:

@@ -197,20 +197,31 @@ def _json(file: Path, missing: Any, kind: TypeAdapter[Any] = _ROW) -> Any:
 
 
 def _lines(file: Path, kind: TypeAdapter[Any] = _ROW) -> Iterator[Row]:
+    return (row for _, _, row in numbered_rows(file, kind))
+
+
+def numbered_rows(file: Path, kind: TypeAdapter[Any] = _ROW) -> Iterator[tuple[int, tuple[int, int], Row]]:
+    """Yield number, span (first byte and length) and value of each line that ends with its line feed."""
+    offset = 0
     try:
         with file.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
                 if not line.endswith(b"\n"):
                     return  # it is being written
-                try:
-                    row = kind.validate_python(json.loads(line))
-                except ValueError as error:
-                    raise unreadable(file, error, number) from error
-                yield row
+                yield number, (offset, len(line)), parse_row(file, number, line, kind)
+                offset += len(line)
     except FileNotFoundError:
         return
     except OSError as error:
         raise unreadable(file, error) from error
+
+
+def parse_row(file: Path, number: int | None, line: bytes, kind: TypeAdapter[Any] = _ROW) -> Row:
+    """Return the value of a line of a file, whose place is for the error."""
+    try:
+        return kind.validate_python(json.loads(line))
+    except ValueError as error:
+        raise unreadable(file, error, number) from error
 
 
 def unreadable(file: Path, error: Exception, line: int | None = None) -> RunDirectoryError:

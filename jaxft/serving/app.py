@@ -25,15 +25,7 @@ from jaxft.serving.completions import CHAT_COMPLETIONS, COMPLETIONS
 from jaxft.serving.messages_api import COUNT_TOKENS, MESSAGES, CountTokensRequest
 from jaxft.serving.responses_api import RESPONSES
 from jaxft.serving.schemas import Dialect, as_refusal, read_request
-from jaxft.serving.wire import (
-    SERVED,
-    APIError,
-    EventWriter,
-    encode,
-    note_reply,
-    openai_error,
-    parse_body,
-)
+from jaxft.serving.wire import SERVED, APIError, EventWriter, encode, note_reply, openai_error, parse_body
 
 logger = logging.getLogger(__name__)
 

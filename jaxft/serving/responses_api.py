@@ -225,7 +225,7 @@ class ResponsesRequest(ChatFields):
             asked = [{"role": "system", "content": self.instructions}, *asked]
         leading = list(itertools.takewhile(lambda each: each["role"] in ("system", "developer"), asked))
         if len(leading) > 1:  # chat templates such as Qwen 3.5's take one such message
-            parts = [{"type": "text", "text": _joined(each["content"])} for each in leading]
+            parts: Any = [{"type": "text", "text": _joined(each["content"])} for each in leading]
             asked[: len(leading)] = [{"role": "system", "content": parts}]
         return ChatRequest(**arguments | {"messages": asked})
 

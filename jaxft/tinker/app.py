@@ -146,12 +146,12 @@ def serve_models(llms: Mapping[str, Any], *, name: str | None) -> Starlette:
         key: llm.policy for key, llm in llms.items() if isinstance(llm, ChatClient) and isinstance(llm.policy, Policy)
     }
     if len(own) != 1:
-        raise ConfigError([f"llms: {', '.join(own) or 'none'} is of type local_policy; --tinker wants one"])
+        raise ConfigError(f"llms: {', '.join(own) or 'none'} is of type local_policy; --tinker wants one")
     ((key, policy),) = own.items()
     try:
         return make_app(Service(policy, name or key))
     except ValueError as error:
-        raise ConfigError([f"llms.{key}: {error}"]) from error
+        raise ConfigError(f"llms.{key}: {error}") from error
 
 
 async def _read(request: Request) -> dict[str, Any]:

@@ -415,12 +415,7 @@ def _recorded_experts(rows: Sequence[Row], routing: ExpertTable) -> np.ndarray:
     return np.concatenate([decode_experts(texts, routing) for texts in no_experts])
 
 
-def with_scores(
-    job: TrainingBatch,
-    loss: LossConfig,
-    policy: Scorer | None,
-    reference: Scorer | None,
-) -> TrainingBatch:
+def with_scores(job: TrainingBatch, loss: LossConfig, policy: Scorer | None, reference: Scorer | None) -> TrainingBatch:
     """Add `old_logprobs`, `old_values` and `ref_logprobs` to a job's batch, as far as the loss reads them.
 
     Args:

@@ -70,31 +70,27 @@ def check_named(name: str, function: Function | None) -> None:
 class ReferenceConfig(ConfigModel):
     """The policy that the KL is measured from: the starting parameters, another checkpoint, or a moving average."""
 
-    path: PathOrName | None = Field(
-        default=None, description="Folder, GGUF file or hub id of a checkpoint; null: the policy's first parameters."
-    )
-    update_every: int | None = Field(
-        default=None, ge=1, description="Jobs between moves of the reference towards the policy; null: it never moves."
-    )
-    mixing: float = Field(
-        default=1.0, gt=0.0, le=1.0, description="Weight of the policy in a move; the reference keeps the rest."
-    )
+    path: PathOrName | None = None
+    """Folder, GGUF file or hub id of a checkpoint; null: the policy's first parameters."""
+    update_every: int | None = Field(default=None, ge=1)
+    """Jobs between moves of the reference towards the policy; null: it never moves."""
+    mixing: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Weight of the policy in a move; the reference keeps the rest."""
 
 
 class CorrectionConfig(ConfigModel):
     """Importance weights for a sampler whose probabilities differ from the trainer's."""
 
-    name: CorrectionName = Field(
-        description="Ratio of trainer to sampler probability that weights the policy loss. token_*: one per token. "
-        "sequence_*: one per sequence. *_truncate: capped at high. *_mask: 0 outside of [low, high]. "
-        "sequence_geometric_mask: weight 1 where the mean ratio of a token is within [low, high], 0 "
-        "elsewhere. ratio: the ratio that the loss clips divides by the sampler's probability, and nothing is weighted "
-        "besides. none: weight 1 everywhere, also for tokens that earlier weights sampled, whose loss is then biased."
-    )
-    low: float = Field(default=0.5, gt=0.0, le=1.0, description="Smallest ratio that a mask keeps.")
-    high: float = Field(
-        default=2.0, ge=1.0, description="Largest ratio that a mask keeps, or the cap of a truncated ratio."
-    )
+    name: CorrectionName
+    """Ratio of trainer to sampler probability that weights the policy loss. token_*: one per token. sequence_*: one
+    per sequence. *_truncate: capped at high. *_mask: 0 outside of [low, high]. sequence_geometric_mask: weight 1
+    where the mean ratio of a token is within [low, high], 0 elsewhere. ratio: the ratio that the loss clips divides
+    by the sampler's probability, and nothing is weighted besides. none: weight 1 everywhere, also for tokens that
+    earlier weights sampled, whose loss is then biased."""
+    low: float = Field(default=0.5, gt=0.0, le=1.0)
+    """Smallest ratio that a mask keeps."""
+    high: float = Field(default=2.0, ge=1.0)
+    """Largest ratio that a mask keeps, or the cap of a truncated ratio."""
 
 
 SELF_TEACHERS = ("self", "reference")
@@ -118,40 +114,25 @@ def _check_teacher(name: str, info: Any) -> str:
 class DistillationConfig(ConfigModel):
     """On-policy distillation: the policy learns a teacher's probabilities on its own samples."""
 
-    teacher: Annotated[str, AfterValidator(_check_teacher)] = Field(
-        description="self: the policy before the job. reference: the policy of loss.reference, such as its first "
-        "version, or a moving average. Otherwise an entry of llms of type local_policy, with the tokenizer and the "
-        "mesh of the policy."
-    )
-    feedback_template: str | None = Field(
-        default=None,
-        description="Text that the teacher alone reads behind the last message of the user before the answer, with "
-        "{feedback} for the reasoning of the evaluator. Empty: none. null: a text of its own for self and reference, "
-        "none for others.",
-    )
-    solution_template: str | None = Field(
-        default=None,
-        description="The same before it, with {solution} for the answer of the best other episode of the group.",
-    )
-    success_reward_threshold: float = Field(
-        default=1.0, allow_inf_nan=False, description="Smallest reward of an episode whose answer is a solution."
-    )
-    form: Literal["sampled_token", "reverse", "forward", "jensen_shannon"] = Field(
-        default="sampled_token",
-        description="sampled_token: log teacher - log student of each sampled token is added to its advantage. "
-        "Others are a term of the loss over the whole vocabulary: reverse, KL(student || teacher); forward, "
-        "KL(teacher || student); jensen_shannon, both to their mixture (arXiv 2306.13649).",
-    )
-    reward_coef: float = Field(
-        default=0.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Weight of the advantages that come from rewards, where that of the teacher is 1; 0: rewards are "
-        "logged, and train nothing.",
-    )
-    mixing: float = Field(
-        default=0.5, gt=0.0, lt=1.0, description="Share of the teacher in the mixture of jensen_shannon."
-    )
+    teacher: Annotated[str, AfterValidator(_check_teacher)]
+    """self: the policy before the job. reference: the policy of loss.reference, such as its first version, or a
+    moving average. Otherwise an entry of llms of type local_policy, with the tokenizer and the mesh of the policy."""
+    feedback_template: str | None = None
+    """Text that the teacher alone reads behind the last message of the user before the answer, with {feedback} for
+    the reasoning of the evaluator. Empty: none. null: a text of its own for self and reference, none for others."""
+    solution_template: str | None = None
+    """The same before it, with {solution} for the answer of the best other episode of the group."""
+    success_reward_threshold: float = Field(default=1.0, allow_inf_nan=False)
+    """Smallest reward of an episode whose answer is a solution."""
+    form: Literal["sampled_token", "reverse", "forward", "jensen_shannon"] = "sampled_token"
+    """sampled_token: log teacher - log student of each sampled token is added to its advantage. Others are a term of
+    the loss over the whole vocabulary: reverse, KL(student || teacher); forward, KL(teacher || student);
+    jensen_shannon, both to their mixture (arXiv 2306.13649)."""
+    reward_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the advantages that come from rewards, where that of the teacher is 1; 0: rewards are logged, and
+    train nothing."""
+    mixing: float = Field(default=0.5, gt=0.0, lt=1.0)
+    """Share of the teacher in the mixture of jensen_shannon."""
 
     @property
     def is_sampled(self) -> bool:
@@ -186,176 +167,111 @@ class DistillationConfig(ConfigModel):
 class PreferenceConfig(ConfigModel):
     """Loss of dpo on the two answers of a pair."""
 
-    kind: Literal["sigmoid", "ipo"] = Field(
-        default="sigmoid", description="Loss of a pair: that of DPO (arXiv 2305.18290) or IPO (arXiv 2310.12036)."
-    )
-    label_smoothing: float = Field(
-        default=0.0, ge=0.0, lt=0.5, description="Fraction of pairs assumed to have chosen and rejected answer swapped."
-    )
-    length_normalized: bool = Field(
-        default=False, description="Compare the mean log-probability per token of answers instead of the sum."
-    )
-    sft_coef: float = Field(
-        default=0.0, ge=0.0, description="Weight of the supervised loss on the chosen answers, which keeps them likely."
-    )
+    kind: Literal["sigmoid", "ipo"] = "sigmoid"
+    """Loss of a pair: that of DPO (arXiv 2305.18290) or IPO (arXiv 2310.12036)."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Fraction of pairs assumed to have chosen and rejected answer swapped."""
+    length_normalized: bool = False
+    """Compare the mean log-probability per token of answers instead of the sum."""
+    sft_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the supervised loss on the chosen answers, which keeps them likely."""
 
 
 class LossConfig(ConfigModel):
     """A published loss by name, and the settings that differ from it."""
 
-    name: LossName = Field(
-        default="grpo",
-        description="Published loss, which decides the fields below that are null; function, if there is one.",
-    )
-    function: NamedFunction | None = Field(
-        default=None,
-        description="Policy loss of your own as module:name, in the form of jaxft.losses.PolicyLoss: it gets the "
-        "tables of a batch, and the fields importance_level to kl below, by its parameters. null: that of name.",
-    )
-    options: NamedOptions = Field(default={}, validate_default=True, description="More keywords of the function.")
+    name: LossName = "grpo"
+    """Published loss, which decides the fields below that are null; function, if there is one."""
+    function: NamedFunction | None = None
+    """Policy loss of your own as module:name, in the form of jaxft.losses.PolicyLoss: it gets the tables of a batch,
+    and the fields importance_level to kl below, by its parameters. null: that of name."""
+    options: NamedOptions = Field(default={}, validate_default=True)
+    """More keywords of the function."""
     advantages: (
         Annotated[AdvantageName | Function, name_or_function(*get_args(AdvantageName)), PlainSerializer(str)] | None
-    ) = Field(
-        default=None,
-        description="Advantage estimator, or one of your own as module:name, in the form of "
-        "jaxft.advantages.Estimator; null: group_mean for dr_grpo, gae for ppo, group for others.",
-    )
-    aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = Field(
-        default=None,
-        description="Average of the tokens' losses. seq_mean_token_mean: the mean over trajectories (see weigh) "
-        "of the mean over their tokens. token_mean: the mean over all tokens. constant: the sum "
-        "divided by max_completion_tokens per trajectory. null: that of the published loss.",
-    )
-    weigh: Literal["trajectory", "sequence"] = Field(
-        default="trajectory",
-        description="Unit that counts once in the loss. trajectory: a trajectory, however many sequences it has. "
-        "sequence: each of its sequences. Ratios of importance_level 'sequence' are those of sequences "
-        "in both cases.",
-    )
-    importance_level: Literal["token", "sequence"] | None = Field(
-        default=None,
-        description="Level of the importance ratio, one per token or sequence; null: sequence for gspo and gmpo, else "
-        "token.",
-    )
-    clip_low: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=1.0,
-        description="Clips the ratio at 1 - clip_low, for gmpo its logarithm at -clip_low; for dppo bounds how far a "
-        "probability falls. null: 3e-4 for gspo, 0.05 for dppo_kl, 0.4 for gmpo, else 0.2.",
-    )
-    clip_high: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="Clips the ratio at 1 + clip_high, for cispo at clip_high, for gmpo its logarithm at clip_high; "
-        "for dppo bounds how far a probability rises. null: 0.28 for dapo and bnpo, 4e-4 for gspo, 5 for cispo, 0.05 "
-        "for dppo_kl, 0.4 for gmpo, 0.2 for all others.",
-    )
-    delta: float | None = Field(
-        default=None, gt=1.0, description="Dual clip: a token with advantage A < 0 loses at most -delta * A; null: any."
-    )
-    cov_fraction: float = Field(
-        default=2e-4,
-        gt=0.0,
-        le=1.0,
-        description="Fraction of a job's tokens, at least one, that clip_cov and kl_cov select by their covariance.",
-    )
-    cov_kl_coef: float = Field(
-        default=0.1, ge=0.0, allow_inf_nan=False, description="Weight of kl_cov's KL on the selected tokens."
-    )
-    beta: float | None = Field(
-        default=None,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Weight of the KL to the reference, or dpo's temperature; null: 0.1 for dpo, 0 for all others, "
-        "which keep no reference.",
-    )
-    kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl", "k1_in_reward"] = Field(
-        default="k3_ratio", description="Estimator of the KL; k1_in_reward goes into the reward, others into the loss."
-    )
-    reference: ReferenceConfig = Field(default=ReferenceConfig(), description="Policy that the KL is measured from.")
-    correction: CorrectionConfig | None = Field(
-        default=None,
-        description="Importance weights for a sampler whose probabilities differ from the trainer's; null: none, but "
-        "with max_staleness above 0 ratio, or token_truncate for a loss without a ratio, and with sampling_dtype "
-        "alone token_truncate.",
-    )
-    observation_coef: float = Field(
-        default=0.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Weight of the cross-entropy on the results of tools, which the policy then learns to foresee.",
-    )
-    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False, description="Weight of the entropy bonus.")
-    router_aux_loss_coef: float = Field(
-        default=0.0,
-        ge=0.0,
-        allow_inf_nan=False,
-        description="Weight of the auxiliary loss that balances the load of a mixture's experts; 0: it is only logged, "
-        "as router_balance.",
-    )
-    router_bias_update_rate: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Amount by which each update moves the bias that an expert is chosen by, up below the mean load "
-        "and down above it; for families whose files have one, such as glm4_moe.",
-    )
-    distillation: DistillationConfig | None = Field(
-        default=None, description="Teacher that the policy learns from, instead of the reward or beside it; null: none."
-    )
-    gamma: float = Field(
-        default=1.0,
-        gt=0.0,
-        le=1.0,
-        description="Discount per turn of shaped rewards, per token for gae, reinforce_pp and optimal_token.",
-    )
-    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0, description="Lambda of generalised advantage estimation.")
-    bootstrap: Literal["value", "none"] = Field(
-        default="value",
-        description="Value after the last token of an episode that a length limit cut. value: the value head's "
-        "output there. none: 0, as if the episode had ended.",
-    )
-    value_coef: float = Field(default=0.5, gt=0.0, description="Weight of ppo's value loss.")
-    value_clip: float | None = Field(
-        default=0.2, gt=0.0, description="Largest change of a value that its loss rewards; null: any."
-    )
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Token budget of a trajectory, which dr_grpo divides by; null: the context."
-    )
-    mask_truncated: bool = Field(default=False, description="Do not train sequences that a length limit cut.")
-    skip_zero_advantages: bool = Field(
-        default=False,
-        description="Do not train trajectories whose advantages are all 0, such as those of groups with equal rewards; "
-        "the loss is the mean over the others, and the job takes less time.",
-    )
-    overlong_buffer_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Length of DAPO's overlong buffer: the last tokens of the budget, over which a penalty grows to 1; "
-        "null: no penalty.",
-    )
-    reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(
-        default=None,
-        min_length=1,
-        description="Weights of named rewards in the reward; null: the evaluator's own reward.",
-    )
-    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
-        default="sum_then_normalize", description="Sum the named rewards, or first normalise each within its group."
-    )
+    ) = None
+    """Advantage estimator, or one of your own as module:name, in the form of jaxft.advantages.Estimator; null:
+    group_mean for dr_grpo, gae for ppo, group for others."""
+    aggregation: Literal["seq_mean_token_mean", "token_mean", "constant"] | None = None
+    """Average of the tokens' losses. seq_mean_token_mean: the mean over trajectories (see weigh) of the mean over
+    their tokens. token_mean: the mean over all tokens. constant: the sum divided by max_completion_tokens per
+    trajectory. null: that of the published loss."""
+    weigh: Literal["trajectory", "sequence"] = "trajectory"
+    """Unit that counts once in the loss. trajectory: a trajectory, however many sequences it has. sequence: each of
+    its sequences. Ratios of importance_level 'sequence' are those of sequences in both cases."""
+    importance_level: Literal["token", "sequence"] | None = None
+    """Level of the importance ratio, one per token or sequence; null: sequence for gspo and gmpo, else token."""
+    clip_low: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Clips the ratio at 1 - clip_low, for gmpo its logarithm at -clip_low; for dppo bounds how far a probability
+    falls. null: 3e-4 for gspo, 0.05 for dppo_kl, 0.4 for gmpo, else 0.2."""
+    clip_high: float | None = Field(default=None, gt=0.0)
+    """Clips the ratio at 1 + clip_high, for cispo at clip_high, for gmpo its logarithm at clip_high; for dppo bounds
+    how far a probability rises. null: 0.28 for dapo and bnpo, 4e-4 for gspo, 5 for cispo, 0.05 for dppo_kl, 0.4 for
+    gmpo, 0.2 for all others."""
+    delta: float | None = Field(default=None, gt=1.0)
+    """Dual clip: a token with advantage A < 0 loses at most -delta * A; null: any."""
+    cov_fraction: float = Field(default=2e-4, gt=0.0, le=1.0)
+    """Fraction of a job's tokens, at least one, that clip_cov and kl_cov select by their covariance."""
+    cov_kl_coef: float = Field(default=0.1, ge=0.0, allow_inf_nan=False)
+    """Weight of kl_cov's KL on the selected tokens."""
+    beta: float | None = Field(default=None, ge=0.0, allow_inf_nan=False)
+    """Weight of the KL to the reference, or dpo's temperature; null: 0.1 for dpo, 0 for all others, which keep no
+    reference."""
+    kl: Literal["k2", "k3", "k3_ratio", "k3_unweighted", "k3_trl", "k1_in_reward"] = "k3_ratio"
+    """Estimator of the KL; k1_in_reward goes into the reward, others into the loss."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """Policy that the KL is measured from."""
+    correction: CorrectionConfig | None = None
+    """Importance weights for a sampler whose probabilities differ from the trainer's; null: none, but with
+    max_staleness above 0 ratio, or token_truncate for a loss without a ratio, and with sampling_dtype alone
+    token_truncate."""
+    observation_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the cross-entropy on the results of tools, which the policy then learns to foresee."""
+    entropy_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the entropy bonus."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0.0, allow_inf_nan=False)
+    """Weight of the auxiliary loss that balances the load of a mixture's experts; 0: it is only logged, as
+    router_balance."""
+    router_bias_update_rate: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Amount by which each update moves the bias that an expert is chosen by, up below the mean load and down above
+    it; for families whose files have one, such as glm4_moe."""
+    distillation: DistillationConfig | None = None
+    """Teacher that the policy learns from, instead of the reward or beside it; null: none."""
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Discount per turn of shaped rewards, per token for gae, reinforce_pp and optimal_token."""
+    gae_lambda: float = Field(default=0.95, ge=0.0, le=1.0)
+    """Lambda of generalised advantage estimation."""
+    bootstrap: Literal["value", "none"] = "value"
+    """Value after the last token of an episode that a length limit cut. value: the value head's output there. none:
+    0, as if the episode had ended."""
+    value_coef: float = Field(default=0.5, gt=0.0)
+    """Weight of ppo's value loss."""
+    value_clip: float | None = Field(default=0.2, gt=0.0)
+    """Largest change of a value that its loss rewards; null: any."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """Token budget of a trajectory, which dr_grpo divides by; null: the context."""
+    mask_truncated: bool = False
+    """Do not train sequences that a length limit cut."""
+    skip_zero_advantages: bool = False
+    """Do not train trajectories whose advantages are all 0, such as those of groups with equal rewards; the loss is
+    the mean over the others, and the job takes less time."""
+    overlong_buffer_tokens: int | None = Field(default=None, ge=1)
+    """Length of DAPO's overlong buffer: the last tokens of the budget, over which a penalty grows to 1; null: no
+    penalty."""
+    reward_weights: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = Field(default=None, min_length=1)
+    """Weights of named rewards in the reward; null: the evaluator's own reward."""
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """Sum the named rewards, or first normalise each within its group."""
 
-    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False, description="Factor of advantages, for per_task.")
-    per_task: dict[str, dict[str, Any]] | None = Field(
-        default=None,
-        description="Other values of weight, clip_low, clip_high, beta, mask_truncated, max_completion_tokens (of the "
-        "length penalty) and overlong_buffer_tokens by task, an entry of finetuning.per_task; null: none.",
-    )
-    preference: PreferenceConfig = Field(default=PreferenceConfig(), description="Settings of dpo.")
-    min_reward: float | None = Field(
-        default=None,
-        allow_inf_nan=False,
-        description="Minimum reward of trajectories that sft imitates; null: all are.",
-    )
+    weight: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)
+    """Factor of advantages, for per_task."""
+    per_task: dict[str, dict[str, Any]] | None = None
+    """Other values of weight, clip_low, clip_high, beta, mask_truncated, max_completion_tokens (of the length
+    penalty) and overlong_buffer_tokens by task, an entry of finetuning.per_task; null: none."""
+    preference: PreferenceConfig = PreferenceConfig()
+    """Settings of dpo."""
+    min_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """Minimum reward of trajectories that sft imitates; null: all are."""
 
     @property
     def is_policy_loss(self) -> bool:

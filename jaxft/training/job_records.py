@@ -48,10 +48,7 @@ class BadBatches:
     """Writes the batches of the first non-finite updates of a run."""
 
     def __init__(
-        self,
-        directory: RunDirectory,
-        log: Callable[[str], None],
-        decode: Callable[[Sequence[int]], str] | None = None,
+        self, directory: RunDirectory, log: Callable[[str], None], decode: Callable[[Sequence[int]], str] | None = None
     ) -> None:
         """Write into `directory`.
 

@@ -188,9 +188,8 @@ class Learner:
         self._use(model)
         self._rate_at = partial(rate_at, optimizer)
         self.microbatch_tokens = choose_microbatch_tokens(microbatch_tokens, compute_platform(model.sharding))
-        takes_branches = all(
-            isinstance(each.config, DecoderConfig) for each in (model, *(() if teacher is None else (teacher.model,)))
-        )
+        configs = model.config, model.config if teacher is None else teacher.model.config
+        takes_branches = all(isinstance(each, DecoderConfig) for each in configs)
         self._shared_tokens = (microbatch_tokens or SHARED_TOKENS) if takes_branches else 0
         self._num_minibatches, self._num_iterations = num_minibatches, num_iterations
         self._packing, self._seed = packing, seed

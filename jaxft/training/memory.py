@@ -20,10 +20,7 @@ from jaxft.rollout.policy import Policy
 from jaxft.rollout.weights import Weights, WeightTransfer, copy_trained
 from jaxft.training.learner import Learner
 
-PHASES = {
-    "update": ("gradients", "update"),
-    "rollout": ("sampling weights", "sampling temporaries"),
-}
+PHASES = {"update": ("gradients", "update"), "rollout": ("sampling weights", "sampling temporaries")}
 """Purposes whose memory only one phase of a run has; that of all other purposes is held throughout."""
 
 SAMPLER = "sampler's "

@@ -31,72 +31,51 @@ def default_rate(*, is_random: bool, has_adapters: bool, imitates: bool) -> floa
 class ParameterGroupConfig(ConfigModel):
     """Parameters whose paths match a pattern, with a learning rate and a weight decay of their own."""
 
-    pattern: str = Field(
-        min_length=1, description="Pattern of paths, as in layers/*/scale or embed; * stands for any text."
-    )
-    rate_factor: float = Field(
-        default=1.0, ge=0.0, allow_inf_nan=False, description="Factor of the learning rate; 0: they stay as they are."
-    )
-    weight_decay: float | None = Field(
-        default=None, ge=0.0, le=LARGEST_FLOAT32, description="Weight decay; null: that of all others."
-    )
+    pattern: str = Field(min_length=1)
+    """Pattern of paths, as in layers/*/scale or embed; * stands for any text."""
+    rate_factor: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
+    """Factor of the learning rate; 0: they stay as they are."""
+    weight_decay: float | None = Field(default=None, ge=0.0, le=LARGEST_FLOAT32)
+    """Weight decay; null: that of all others."""
 
 
 class OptimizerConfig(ConfigModel):
     """Optimizer, learning-rate schedule and gradient clipping."""
 
-    name: Literal["adamw", "sgd", "lion", "muon", "schedule_free", "function"] = Field(
-        default="adamw",
-        description="AdamW (arXiv 1711.05101), plain SGD, Lion (2302.06675), Muon with AdamW for embeddings and norms "
-        "(2502.16982), or schedule-free AdamW (2405.15682); function, if there is one.",
-    )
-    function: NamedFunction | None = Field(
-        default=None,
-        description="Function as module:name that returns an optax transformation, as optax.contrib:prodigy does. It "
-        "gets, by its parameters, learning_rate (the schedule), weight_decay with its mask, b1 and b2. null: name.",
-    )
-    options: NamedOptions = Field(
-        default={},
-        validate_default=True,
-        description="More keywords of the function, or of the optimizer of that name in optax.",
-    )
-    learning_rate: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=LARGEST_FLOAT32,
-        description="Learning rate at the end of the warm-up. null: 1e-6, or 1e-5 for adapters (lora), each ten times "
-        "as much with the loss sft; 3e-3 for the random weights of a preset; none if nothing takes it.",
-    )
+    name: Literal["adamw", "sgd", "lion", "muon", "schedule_free", "function"] = "adamw"
+    """AdamW (arXiv 1711.05101), plain SGD, Lion (2302.06675), Muon with AdamW for embeddings and norms (2502.16982),
+    or schedule-free AdamW (2405.15682); function, if there is one."""
+    function: NamedFunction | None = None
+    """Function as module:name that returns an optax transformation, as optax.contrib:prodigy does. It gets, by its
+    parameters, learning_rate (the schedule), weight_decay with its mask, b1 and b2. null: name."""
+    options: NamedOptions = Field(default={}, validate_default=True)
+    """More keywords of the function, or of the optimizer of that name in optax."""
+    learning_rate: float | None = Field(default=None, gt=0.0, le=LARGEST_FLOAT32)
+    """Learning rate at the end of the warm-up. null: 1e-6, or 1e-5 for adapters (lora), each ten times as much with
+    the loss sft; 3e-3 for the random weights of a preset; none if nothing takes it."""
     schedule: Annotated[ScheduleName | Function, name_or_function(*get_args(ScheduleName)), PlainSerializer(str)] = (
-        Field(
-            default="constant",
-            description="Shape of the learning rate after the warm-up; or a function as module:name that returns "
-            "the whole schedule, as optax:exponential_decay does.",
-        )
+        "constant"
     )
-    schedule_options: NamedOptions = Field(
-        default={},
-        validate_default=True,
-        description="Keywords of a schedule that is a function; it also gets learning_rate.",
-    )
-    warmup_updates: int = Field(default=0, ge=0, description="Updates of the linear warm-up.")
-    decay_updates: int | None = Field(
-        default=None, ge=1, description="Updates after the warm-up over which the rate falls; null: constant schedule."
-    )
-    end_fraction: float = Field(
-        default=0.1, ge=0.0, le=1.0, description="Final learning rate as a fraction of the peak."
-    )
-    b1: float = Field(default=0.9, ge=0.0, lt=1.0, description="AdamW's decay rate of the first moment.")
-    b2: float = Field(default=0.999, ge=0.0, lt=1.0, description="AdamW's decay rate of the second moment.")
-    weight_decay: float = Field(
-        default=0.0, ge=0.0, le=LARGEST_FLOAT32, description="Decoupled weight decay; norms and biases are left out."
-    )
-    groups: tuple[ParameterGroupConfig, ...] = Field(
-        default=(), description="Parameters with another learning rate or weight decay; the first that matches counts."
-    )
-    max_grad_norm: float | None = Field(
-        default=1.0, gt=0.0, description="Global norm that gradients are clipped to; null: no clipping."
-    )
+    """Shape of the learning rate after the warm-up; or a function as module:name that returns the whole schedule, as
+    optax:exponential_decay does."""
+    schedule_options: NamedOptions = Field(default={}, validate_default=True)
+    """Keywords of a schedule that is a function; it also gets learning_rate."""
+    warmup_updates: int = Field(default=0, ge=0)
+    """Updates of the linear warm-up."""
+    decay_updates: int | None = Field(default=None, ge=1)
+    """Updates after the warm-up over which the rate falls; null: constant schedule."""
+    end_fraction: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Final learning rate as a fraction of the peak."""
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """AdamW's decay rate of the first moment."""
+    b2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """AdamW's decay rate of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0.0, le=LARGEST_FLOAT32)
+    """Decoupled weight decay; norms and biases are left out."""
+    groups: tuple[ParameterGroupConfig, ...] = ()
+    """Parameters with another learning rate or weight decay; the first that matches counts."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0.0)
+    """Global norm that gradients are clipped to; null: no clipping."""
 
     @property
     def is_own(self) -> bool:

@@ -88,17 +88,13 @@ class JobRows(NamedTuple):
             return metrics
         groups = np.repeat(np.arange(len(self.groups)), [len(group) for group in self.groups])[owners]
         pairs = np.unique(np.stack([groups, versions]), axis=1)
-        ages = {f"staleness/{each}": float((age == each).mean()) for each in range(max_staleness + 1)}
-        return (
-            metrics
-            | ages
-            | {
-                "staleness_mean": float(age.mean()),
-                "staleness_max": int(age.max()),
-                "too_stale_fraction": owned((age < 0) | (age > max_staleness)),
-                "groups_of_several_versions": int((np.unique(pairs[0], return_counts=True)[1] > 1).sum()),
-            }
-        )
+        metrics |= {f"staleness/{each}": float((age == each).mean()) for each in range(max_staleness + 1)}
+        return metrics | {
+            "staleness_mean": float(age.mean()),
+            "staleness_max": int(age.max()),
+            "too_stale_fraction": owned((age < 0) | (age > max_staleness)),
+            "groups_of_several_versions": int((np.unique(pairs[0], return_counts=True)[1] > 1).sum()),
+        }
 
 
 def gather_rows(
@@ -214,15 +210,12 @@ def gather_pairs(collection: TrajectoryCollection, template: ChatTemplate, llm: 
     for trajectory in trajectories:
         items = [item for item in trajectory.episode if isinstance(item, DPOItem)]
         if not items:
-            name = trajectory_name(trajectory)
-            raise TrajectoryError(f"{name} is no preference (DPOItem), which 'dpo' learns from: set loss.name to sft")
+            raise fault(trajectory, " is no preference (DPOItem), which 'dpo' learns from: set loss.name to sft")
         sequences = trajectory.sequences
         if sequences is None:
             sequences = [row for item in items for row in _tokenise_pair(item, template)]
         if len(sequences) != 2 * len(items):
-            raise TrajectoryError(
-                f"{trajectory_name(trajectory)} has {len(sequences)} sequences for {len(items)} pairs"
-            )
+            raise fault(trajectory, f" has {len(sequences)} sequences for {len(items)} pairs")
         for chosen, rejected in zip(sequences[0::2], sequences[1::2], strict=True):
             check_pair(trajectory, chosen, rejected)
             if not (_is_own(chosen, llm) and _is_own(rejected, llm)):
@@ -296,6 +289,11 @@ def trajectory_name(trajectory: Trajectory) -> str:
     return f"example '{trajectory.example_id}', generation {trajectory.generation}{of}"
 
 
+def fault(trajectory: Trajectory, text: str) -> TrajectoryError:
+    """Return the error of a trajectory; the text follows its name."""
+    return TrajectoryError(trajectory_name(trajectory) + text)
+
+
 def check_rewards(trajectories: Iterable[Trajectory]) -> None:
     """Raise if a scorable trajectory has a reward beyond float32, whose squares and sums would overflow.
 
@@ -307,9 +305,7 @@ def check_rewards(trajectories: Iterable[Trajectory]) -> None:
         named = {f"named_rewards['{name}']": reward or 0.0 for name, reward in given if math.isfinite(reward or 0.0)}
         for which, reward in {"reward": trajectory.reward, **steps, **named}.items():
             if abs(reward) > LARGEST_FLOAT32:
-                raise TrajectoryError(
-                    f"{trajectory_name(trajectory)} has the {which} {reward:g}; wanted one that fits float32"
-                )
+                raise fault(trajectory, f" has the {which} {reward:g}; wanted one that fits float32")
 
 
 def refuse_pairs(trajectories: Sequence[Trajectory]) -> None:
@@ -323,16 +319,12 @@ def check_lists(trajectory: Trajectory, sequence: TokenSequence) -> None:
     per_token: dict[str, Any] = {field: values for field, values in sequence if isinstance(values, list)}
     lengths = {field: len(values) for field, values in per_token.items() if values or field not in OPTIONAL}
     if len(set(lengths.values())) > 1:
-        raise TrajectoryError(f"{trajectory_name(trajectory)}: the lists of a sequence differ in length: {lengths}")
+        raise fault(trajectory, f": the lists of a sequence differ in length: {lengths}")
     if True in (*sequence.completion_mask[:1], *sequence.observations[:1]):
-        raise TrajectoryError(
-            f"{trajectory_name(trajectory)}: the first token of a sequence has no context and cannot be trained"
-        )
+        raise fault(trajectory, ": the first token of a sequence has no context and cannot be trained")
     both = (place for place, seen in enumerate(sequence.observations) if seen and sequence.completion_mask[place])
     if (place := next(both, None)) is not None:
-        raise TrajectoryError(
-            f"{trajectory_name(trajectory)}: token {place} of a sequence is trained as sampled, and an observation, too"
-        )
+        raise fault(trajectory, f": token {place} of a sequence is trained as sampled, and an observation, too")
 
 
 def check_sampled(trajectory: Trajectory, sequence: TokenSequence) -> None:
@@ -340,23 +332,17 @@ def check_sampled(trajectory: Trajectory, sequence: TokenSequence) -> None:
     check_lists(trajectory, sequence)
     trained = [t for chosen, t in zip(sequence.completion_mask, sequence.temperatures, strict=True) if chosen]
     if 0 in trained:
-        raise TrajectoryError(
-            f"{trajectory_name(trajectory)} was sampled greedily; there is nothing to learn from it: sample at a "
-            "temperature above 0"
-        )
+        what = " was sampled greedily; there is nothing to learn from it: sample at a temperature above 0"
+        raise fault(trajectory, what)
     logprobs = zip(sequence.completion_mask, sequence.sampler_logprobs, sequence.behavior_logprobs, strict=True)
     if not all(math.isfinite(logprob) for chosen, *pair in logprobs if chosen for logprob in pair):
-        raise TrajectoryError(
-            f"{trajectory_name(trajectory)}: a recorded log-probability of a trained token is not finite"
-        )
+        raise fault(trajectory, ": a recorded log-probability of a trained token is not finite")
     if trajectory.shaped_rewards is not None:
         steps = len(trajectory.shaped_rewards)
         turns = {t for chosen, t in zip(sequence.completion_mask, sequence.turns or [-1], strict=False) if chosen}
         if not turns <= set(range(steps)):
-            raise TrajectoryError(
-                f"{trajectory_name(trajectory)} has {steps} shaped_rewards, and tokens of turns {sorted(turns)}; "
-                "wanted one for every turn"
-            )
+            what = f" has {steps} shaped_rewards, and tokens of turns {sorted(turns)}; wanted one for every turn"
+            raise fault(trajectory, what)
 
 
 def check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSequence) -> None:
@@ -365,10 +351,10 @@ def check_pair(trajectory: Trajectory, chosen: TokenSequence, rejected: TokenSeq
     for sequence in (chosen, rejected):
         check_lists(trajectory, sequence)
         if not any(sequence.completion_mask):
-            raise TrajectoryError(f"{trajectory_name(trajectory)}: an answer of the pair has no token to train")
+            raise fault(trajectory, ": an answer of the pair has no token to train")
         prompts.append(sequence.tokens[: sequence.completion_mask.index(True)])
     if prompts[0] != prompts[1]:
-        raise TrajectoryError(f"{trajectory_name(trajectory)}: the answers of the pair are to different prompts")
+        raise fault(trajectory, ": the answers of the pair are to different prompts")
 
 
 def why_no_calls(metrics: Mapping[str, float]) -> str | None:
@@ -424,7 +410,7 @@ def _tokenise_episode(trajectory: Trajectory, template: ChatTemplate) -> TokenSe
     try:
         return _tokenise(said, template, only_last=False)
     except ValueError as error:
-        raise TrajectoryError(f"{trajectory_name(trajectory)} cannot be imitated: {error}") from error
+        raise fault(trajectory, f" cannot be imitated: {error}") from error
 
 
 def _tokenise(said: Sequence[tuple[str, str]], template: ChatTemplate, *, only_last: bool) -> TokenSequence:

@@ -144,11 +144,7 @@ def with_teacher_logprobs(
 
 
 def with_teacher_states(
-    job: TrainingBatch,
-    rows: Sequence[Row],
-    planner: BatchPlanner,
-    teacher: Weights,
-    pause: Callable[[Any], object],
+    job: TrainingBatch, rows: Sequence[Row], planner: BatchPlanner, teacher: Weights, pause: Callable[[Any], object]
 ) -> TrainingBatch:
     """Return a job with the hidden states that the teacher has before the tokens, in sequences of its own.
 

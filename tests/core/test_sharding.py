@@ -61,7 +61,6 @@ def test_paths_and_their_partitions(path, shape, wanted):
 def test_what_is_used_is_whole_along_fsdp():
     used = sharding(1, 4, 2).gathered()
     assert used.spec("q_proj/kernel", (8, 16)) == PartitionSpec(None, "tensor")
-    assert sharding(1, 4, 2).whole().spec("q_proj/kernel", (8, 16)) == PartitionSpec(None, None)
 
 
 def test_what_does_not_divide_is_named():

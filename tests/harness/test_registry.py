@@ -1,7 +1,7 @@
 import pytest
 
 from jaxft.errors import ConfigError
-from jaxft.harness.registry import EvaluatorConfig, LLMConfig, Registry, WorkflowConfig
+from jaxft.harness.registry import EvaluatorConfig, Registry, WorkflowConfig, register_llm
 
 
 class MyConfig(WorkflowConfig, name="mine"):
@@ -28,7 +28,7 @@ def test_a_config_names_itself():
 
 def test_a_component_is_found_by_kind_and_name():
     registry = Registry()
-    registry.add(WorkflowConfig, MyConfig, factory)
+    registry.add(MyConfig, factory)
     assert registry.find(WorkflowConfig, "mine").factory is factory
     assert registry.names(WorkflowConfig) == ["mine"]
     with pytest.raises(ConfigError, match="no llm is named 'mine'; registered: none"):
@@ -39,10 +39,10 @@ def test_a_component_is_found_by_kind_and_name():
 
 def test_a_name_is_given_once_but_a_module_may_come_again():
     registry = Registry()
-    registry.add(WorkflowConfig, MyConfig, factory)
-    registry.add(WorkflowConfig, MyConfig, factory)
+    registry.add(MyConfig, factory)
+    registry.add(MyConfig, factory)
     with pytest.raises(ConfigError) as caught:
-        registry.add(WorkflowConfig, MyConfig, other_factory)
+        registry.add(MyConfig, other_factory)
     assert "two workflows are named 'mine': factory (" in str(caught.value)
     assert "other_factory (" in str(caught.value) and f"{__file__}:" in str(caught.value)
 
@@ -59,9 +59,9 @@ def test_a_copy_that_was_not_renamed_is_told_from_a_module_that_comes_again():
         yield
 
     registry = Registry()
-    registry.add(WorkflowConfig, MyConfig, first)
+    registry.add(MyConfig, first)
     with pytest.raises(ConfigError, match=r"two workflows are named 'mine': .*again \(.*:\d+\) and .*again \(.*:\d+\)"):
-        registry.add(WorkflowConfig, MyConfig, again)
+        registry.add(MyConfig, again)
 
 
 def test_what_is_no_component_is_refused():
@@ -74,8 +74,8 @@ def test_what_is_no_component_is_refused():
         return None
 
     with pytest.raises(TypeError, match="config_type is MyConfig, which is no LLMConfig"):
-        registry.add(LLMConfig, MyConfig, factory)
+        register_llm(config_type=MyConfig)(factory)
     with pytest.raises(TypeError, match=r"write class Unnamed\(EvaluatorConfig, name='...'\)"):
-        registry.add(EvaluatorConfig, Unnamed, factory)
+        registry.add(Unnamed, factory)
     with pytest.raises(TypeError, match="with one `yield`"):
-        registry.add(WorkflowConfig, MyConfig, no_generator)
+        registry.add(MyConfig, no_generator)

@@ -146,7 +146,10 @@ def test_a_turn_of_layers_keeps_what_each_of_them_does():
 
     full, adapters = needed(config, None), needed(config, LoraSpec(16, 32.0))
     assert full.turn * 26 == full.kept * 6
-    assert adapters.turn == 2 * full.turn and adapters.peak == adapters.in_turn
+    assert (
+        adapters.turn == 2 * full.turn
+        and adapters.peak == adapters.kept + adapters.weights + adapters.turn + adapters.reserved
+    )
     assert needed(replace(config, pattern=config.pattern[:1]), None).turn * 6 == full.turn
 
 
