@@ -1,7 +1,7 @@
 import pytest
 
 from jaxft.errors import ConfigError
-from jaxft.harness.registry import EvaluatorConfig, Registry, WorkflowConfig, register_llm
+from jaxft.harness.registry import EvaluatorConfig, LLMConfig, Registry, WorkflowConfig, register_llm
 
 
 class MyConfig(WorkflowConfig, name="mine"):
