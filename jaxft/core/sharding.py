@@ -314,7 +314,7 @@ def by_rows(sharding: Sharding | None, tree: Any) -> Any:
 
 
 def by_heads(sharding: Sharding | None, tree: Any) -> Any:
-    """Constrain activations `[rows, tokens, heads, ...]` or `[rows, tokens, width]` to own rows and heads, as above."""
+    """Constrain activations `[rows, tokens, heads, ...]` or `[rows, tokens, width]` to each device's rows and heads."""
     return tree if sharding is None else sharding.constrain_axes(tree, sharding.row_axes, None, "tensor")
 
 

@@ -107,7 +107,7 @@ def _exp_sums_in_blocks(x: Float[Array, "N V"]) -> tuple[Float[Array, "N"], Floa
 
     blocks = x.shape[-1] // SUM_BLOCK
     split, zero = blocks * SUM_BLOCK, jnp.zeros((), x.dtype)
-    # [N blocks] each
+    # Masses and moments, [N blocks] each.
     of_blocks = jax.lax.reduce(_exp_terms(x[:, :split].reshape(len(x), blocks, SUM_BLOCK)), (zero, zero), add, (2,))
     mass, moment = (of_block.sum(axis=-1) for of_block in of_blocks)
     mass_of_rest, moment_of_rest = _sum_terms(x[:, split:])

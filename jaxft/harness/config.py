@@ -390,10 +390,10 @@ def _message(details: ErrorDetails) -> str:
     """Return the message of a validation error, without the value, which may be a secret."""
     if details["type"] == "missing":
         return "is required, but not there"
-    if details["type"] == "fault":
-        return details["msg"]
+    if details["type"] in ("fault", "value_error"):  # the words of a validator
+        return details["msg"].removeprefix("Value error, ")
     if details["type"] in ("model_type", "dict_type"):
         return f"must be a mapping (holds {kind_in_words(details['input'])})"
-    message = details["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "must be", 1)
+    message = details["msg"].removeprefix("Input ").replace("should be", "must be", 1)
     is_about_kind = details["type"].endswith(("_type", "_parsing"))
     return f"{message} (holds {kind_in_words(details['input'])})" if is_about_kind else message

@@ -229,10 +229,14 @@ class Registry:
         replaces the earlier one. `extra` is the extra of jaxft that its module needs.
 
         Raises:
-            TypeError: the class has no name, or the factory is not an async generator function.
+            TypeError: the class has no name or is of no kind, or the factory is not an async generator function.
             ConfigError: another factory has the name.
         """
-        base = next(base for base in KINDS if issubclass(config_type, base))
+        base = next((base for base in KINDS if issubclass(config_type, base)), None)
+        if base is None:
+            raise TypeError(
+                f"{config_type.__name__} is of no kind: derive it from {', '.join(each.__name__ for each in KINDS)}"
+            )
         if config_type.type_name is None:
             raise TypeError(
                 f"{config_type.__name__} has no name: write class {config_type.__name__}({base.__name__}, name='...')"

@@ -45,10 +45,8 @@ class _PolicyOptions(LLMBaseConfig):
 class _TrainerOptions(TrainerConfig):
     """Settings of a run in the toolkit, beside those of jaxft's trainers."""
 
-    resume: bool = False
-    """Continue the run in finetuning.output_dir."""
-    overwrite: bool = False
-    """Replace the run in finetuning.output_dir."""
+    resume: bool = Field(default=False, description="Continue the run in finetuning.output_dir.")
+    overwrite: bool = Field(default=False, description="Replace the run in finetuning.output_dir.")
 
 
 FINETUNING = ("checkpoints", "loggers")

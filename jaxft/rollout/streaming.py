@@ -160,7 +160,7 @@ class Streamer:
         assert self._parser is not None
         try:
             events = self._parser.feed(text)
-        except (ValueError, TypeError, KeyError, RecursionError):  # a malformed tool call, which `ParsedAnswer` tells
+        except (ValueError, TypeError, KeyError, RecursionError):  # a malformed tool call, which `ParsedAnswer` reports
             self._is_open = False
             return
         for event in events:

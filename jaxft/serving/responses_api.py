@@ -225,8 +225,9 @@ class ResponsesRequest(ChatFields):
             asked = [{"role": "system", "content": self.instructions}, *asked]
         leading = list(itertools.takewhile(lambda each: each["role"] in ("system", "developer"), asked))
         if len(leading) > 1:  # chat templates such as Qwen 3.5's take one such message
-            parts: Any = [{"type": "text", "text": _joined(each["content"])} for each in leading]
-            asked[: len(leading)] = [{"role": "system", "content": parts}]
+            contents = (each["content"] for each in leading)
+            texts = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents)
+            asked[: len(leading)] = [{"role": "system", "content": [part for parts in texts for part in parts]}]
         return ChatRequest(**arguments | {"messages": asked})
 
 

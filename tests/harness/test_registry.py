@@ -1,7 +1,7 @@
 import pytest
 
 from jaxft.errors import ConfigError
-from jaxft.harness.registry import EvaluatorConfig, LLMConfig, Registry, WorkflowConfig, register_llm
+from jaxft.harness.registry import ComponentConfig, EvaluatorConfig, LLMConfig, Registry, WorkflowConfig, register_llm
 
 
 class MyConfig(WorkflowConfig, name="mine"):
@@ -72,6 +72,11 @@ def test_what_is_no_component_is_refused():
 
     async def no_generator(config, builder):
         return None
+
+    with pytest.raises(TypeError, match="NoKind is of no kind: derive it from LLMConfig, "):
+
+        class NoKind(ComponentConfig, name="none", factory="m:f"):
+            pass
 
     with pytest.raises(TypeError, match="config_type is MyConfig, which is no LLMConfig"):
         register_llm(config_type=MyConfig)(factory)

@@ -101,7 +101,11 @@ def test_a_request_of_codex_is_read_or_refused_with_a_way_out():
     sent = {
         "instructions": "i",
         "input": [
-            {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "p"}]},
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": each} for each in "pr"],
+            },
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "q"}]},
             {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
             {"type": "function_call", "name": "exec_command", "arguments": "{}", "call_id": "c1"},
@@ -124,7 +128,7 @@ def test_a_request_of_codex_is_read_or_refused_with_a_way_out():
         "assistant",
         "tool",
     ]  # stock templates take one
-    assert canonical_messages(messages)[0]["content"] == "i\np"
+    assert canonical_messages(messages)[0]["content"] == "i\np\nr"
     for name, value, advice in (
         ("reasoning", {"effort": "medium", "summary": "auto"}, "enable_thinking"),
         ("text", {"verbosity": "low"}, r"text\.verbosity"),
