@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import jaxft
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from porting_guide import PAGE, TOOLKIT, code, imports, snippets, walk
 
@@ -200,10 +202,10 @@ def test_the_components_have_the_fields_of_the_page():
     configs |= {"trainer": GRPOConfig, "dpo_trainer": DPOConfig}
     listed = re.findall(r"^\| `jaxft_(\w+)`[^|]*\|[^|]*\|(.*)\|$", PAGE.read_text(), re.MULTILINE)
     assert [name for name, _ in listed] == list(configs)
-    own = {"local_policy", "local_trainer_adapter", "grpo_trajectory_builder", "grpo_trainer", "dpo_trainer"}
-    for name, cell in listed:
-        fields = set(re.findall(r"`(\w+)`", cell)) - own
-        assert fields <= set(configs[name].model_fields), fields - set(configs[name].model_fields)
+    kinds = jaxft.LocalPolicyConfig, jaxft.GRPOTrajectoryBuilderConfig, jaxft.LocalTrainerAdapterConfig
+    for (name, cell), kind in zip(listed, (*kinds, jaxft.GRPOTrainerConfig, jaxft.DPOTrainerConfig), strict=True):
+        others, *own = re.findall(r"`(\w+)`", cell)
+        assert others == kind.type_name and {*own, *kind.model_fields} - {"reward"} <= {*configs[name].model_fields}
 
 
 def test_a_failed_job_under_a_trainer_of_others_ends_with_exit_code_0(nat, folder, monkeypatch):
