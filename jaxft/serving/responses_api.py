@@ -220,7 +220,7 @@ class ResponsesRequest(ChatFields):
         if isinstance(self.tool_choice, ResponsesToolChoice):
             arguments["tool_choice"] = function_tool(self.tool_choice.name)
         said = self.messages
-        asked = [{"role": "user", "content": said}] if isinstance(said, str) else _messages(said)
+        asked: list[dict[str, Any]] = [{"role": "user", "content": said}] if isinstance(said, str) else _messages(said)
         if self.instructions is not None:
             asked = [{"role": "system", "content": self.instructions}, *asked]
         leading = list(itertools.takewhile(lambda each: each["role"] in ("system", "developer"), asked))
