@@ -421,7 +421,7 @@ def optimal_token_advantages(
     nth = rows, (np.cumsum(completion_mask, axis=1) - 1)[completion_mask]  # place among the trained tokens of the row
     to_go, energy, is_there = np.zeros((3, *returns.shape))
     to_go[nth], is_there[nth] = returns[completion_mask], 1.0
-    # (1 - pi)^2 bounds it: as a difference of numbers near 1 it may be negative, and a sum of such a baseline far away.
+    # The energy is at least (1 - pi)^2; rounding may make this difference of numbers near 1 negative.
     energy[nth] = np.maximum(1.0 - 2.0 * np.exp(logprobs) + sum_pi_squared, np.expm1(logprobs) ** 2)[completion_mask]
     weights, found = np.cumsum(energy, axis=1) * is_there, np.zeros(returns.shape)
     for group in np.unique(group_ids[rows]):
